@@ -1,0 +1,51 @@
+"""Mixed precision and training for ONNX models, on the runtime you already ship.
+
+The public names are loaded on first use, so that `import onnxamp` stays cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from onnxamp.convert import ConvertResult, convert
+    from onnxamp.diff import GraphDiff, diff
+    from onnxamp.errors import AmpError
+    from onnxamp.evidence import verify
+    from onnxamp.passes.emulate import emulate
+    from onnxamp.trainer import Trainer
+    from onnxamp.training.head import replace_head
+
+__all__ = [
+    "AmpError",
+    "ConvertResult",
+    "GraphDiff",
+    "Trainer",
+    "__version__",
+    "convert",
+    "diff",
+    "emulate",
+    "replace_head",
+    "verify",
+]
+
+_HOME = {
+    "AmpError": "onnxamp.errors",
+    "ConvertResult": "onnxamp.convert",
+    "GraphDiff": "onnxamp.diff",
+    "Trainer": "onnxamp.trainer",
+    "convert": "onnxamp.convert",
+    "diff": "onnxamp.diff",
+    "emulate": "onnxamp.passes.emulate",
+    "replace_head": "onnxamp.training.head",
+    "verify": "onnxamp.evidence",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'onnxamp' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,75 @@
+"""The command group: finds the commands by their files and turns errors into one sentence and an exit code.
+
+A command is a file in `commands/` that defines a click command named `command`. Exit codes: 0 ok, 1 finding or
+tolerance missed, 2 usage, 3 invalid model or data, 4 unsupported, 5 environment, 70 internal, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+
+import click
+
+import onnxamp
+import onnxamp.commands
+from onnxamp.errors import AmpError
+
+
+class _Commands(click.Group):
+    """Loads a command's module when the command is needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        names = (module.name for module in pkgutil.iter_modules(onnxamp.commands.__path__))
+        return sorted(name.replace("_", "-") for name in names if not name.startswith("_"))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        module = importlib.import_module(f"onnxamp.commands.{cmd_name.replace('-', '_')}")
+        command: click.Command = module.command
+        return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(onnxamp.__version__, prog_name="onnxamp")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def cli(debug: bool) -> None:
+    """Mixed precision and training for ONNX models, on the runtime you already ship."""
+
+
+def main() -> None:
+    """Run the command line; every failure ends in one sentence on stderr and its exit code."""
+    debug = "--debug" in sys.argv[1:]
+    try:
+        sys.exit(cli.main(standalone_mode=False) or 0)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.ClickException as problem:
+        problem.show()
+        sys.exit(problem.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("Interrupted.", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+    except AmpError as problem:
+        if debug:
+            raise
+        click.echo(f"Error: {problem}", err=True)
+        sys.exit(problem.exit_code)
+    except MemoryError:
+        click.echo("Error: The machine ran out of memory; use a smaller model, batch or number of samples.", err=True)
+        sys.exit(5)
+    except Exception as problem:
+        if debug:
+            raise
+        text = " ".join(str(problem).split())[:300]
+        click.echo(
+            f"Error: onnxamp failed unexpectedly ({type(problem).__name__}: {text}); "
+            "run again as `onnxamp --debug ...` and report the traceback.",
+            err=True,
+        )
+        sys.exit(70)

@@ -1,0 +1,52 @@
+"""The errors that a user can meet: each is one sentence and knows the exit code of the command that it ends.
+
+The sentence says what is wrong, where (node, tensor, file) and what to do.
+"""
+
+
+class AmpError(Exception):
+    """Base of all errors that onnxamp raises on purpose."""
+
+    exit_code = 70
+
+
+class FindingError(AmpError):
+    """A comparison or tolerance was not met."""
+
+    exit_code = 1
+
+
+class UsageError(AmpError):
+    """The arguments contradict each other or name something that does not exist."""
+
+    exit_code = 2
+
+
+class ModelError(AmpError):
+    """The model file is broken, incomplete or not what its format says."""
+
+    exit_code = 3
+
+
+class DataError(AmpError):
+    """The data do not fit the model: names, types, shapes or values."""
+
+    exit_code = 3
+
+
+class UnsupportedError(AmpError):
+    """The input is valid, and onnxamp cannot do this with it."""
+
+    exit_code = 4
+
+
+class RuntimeMissingError(AmpError):
+    """The environment lacks something: a runtime, a provider, disk space, a permission."""
+
+    exit_code = 5
+
+
+class InternalError(AmpError):
+    """A defect of onnxamp itself."""
+
+    exit_code = 70
