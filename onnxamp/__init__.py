@@ -1,6 +1,8 @@
 """Mixed precision and training for ONNX models, on the runtime you already ship.
 
-The public names are loaded on first use, so that `import onnxamp` stays cheap.
+The public names are loaded on first use, so that `import onnxamp` stays cheap. No module here is called like a public
+function: importing such a submodule would put the module in the function's place (so `conversion.py` has `convert`, and
+`comparison/` has `diff`).
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from onnxamp.convert import ConvertResult, convert
-    from onnxamp.diff import GraphDiff, diff
+    from onnxamp.conversion import ConvertResult, convert
+    from onnxamp.comparison import GraphDiff, diff
     from onnxamp.errors import AmpError
     from onnxamp.evidence import verify
     from onnxamp.passes.emulate import emulate
@@ -34,11 +36,11 @@ __all__ = [
 
 _HOME = {
     "AmpError": "onnxamp.errors",
-    "ConvertResult": "onnxamp.convert",
-    "GraphDiff": "onnxamp.diff",
+    "ConvertResult": "onnxamp.conversion",
+    "GraphDiff": "onnxamp.comparison",
     "Trainer": "onnxamp.trainer",
-    "convert": "onnxamp.convert",
-    "diff": "onnxamp.diff",
+    "convert": "onnxamp.conversion",
+    "diff": "onnxamp.comparison",
     "emulate": "onnxamp.passes.emulate",
     "replace_head": "onnxamp.training.head",
     "verify": "onnxamp.evidence",
