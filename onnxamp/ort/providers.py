@@ -1,0 +1,95 @@
+"""Execution providers by short name, and the one place that imports ONNX Runtime."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from onnxamp.errors import RuntimeMissingError, UsageError
+
+INSTALL_HINT = "`pip install 'onnxamp[cpu]'` (or onnxamp[gpu], onnxamp[openvino], onnxamp[ort-training])"
+
+PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+    "tensorrt-rtx": "NvTensorRTRTXExecutionProvider",
+    "openvino": "OpenVINOExecutionProvider",
+    "cann": "CANNExecutionProvider",
+    "migraphx": "MIGraphXExecutionProvider",
+    "rocm": "ROCMExecutionProvider",
+    "directml": "DmlExecutionProvider",
+    "coreml": "CoreMLExecutionProvider",
+    "qnn": "QNNExecutionProvider",
+    "webgpu": "WebGpuExecutionProvider",
+}
+
+# What "auto" tries before the CPU. TensorRT and OpenVINO compile, and choose precisions of their own: only on request.
+_AUTO = ("cuda", "cann")
+# What a provider hands the nodes to that it does not take, before the CPU.
+_NEXT = {"tensorrt": ("cuda",), "tensorrt-rtx": ("cuda",)}
+
+
+def runtime() -> Any:
+    """The `onnxruntime` module.
+
+    Raises:
+        RuntimeMissingError: None is installed, or the one installed does not load.
+    """
+    try:
+        module = importlib.import_module("onnxruntime")
+    except ModuleNotFoundError as problem:
+        if problem.name != "onnxruntime":
+            raise RuntimeMissingError(
+                f"ONNX Runtime is installed but needs {problem.name!r}: run `onnxamp doctor`."
+            ) from problem
+        raise RuntimeMissingError(f"No ONNX Runtime is installed: {INSTALL_HINT}.") from problem
+    except ImportError as problem:
+        text = " ".join(str(problem).split())
+        raise RuntimeMissingError(
+            f"ONNX Runtime is installed but does not load ({text}): run `onnxamp doctor`."
+        ) from problem
+    if not hasattr(module, "InferenceSession"):  # an empty folder that an uninstalled sibling left behind
+        raise RuntimeMissingError("ONNX Runtime is installed but broken (no InferenceSession): run `onnxamp doctor`.")
+    return module
+
+
+def available() -> list[str]:
+    """Full names of the providers that the installed runtime was built with; whether they load is another matter."""
+    names: list[str] = runtime().get_available_providers()
+    return names
+
+
+def short_name(provider: str) -> str:
+    """The short name of a provider's full name (itself if it has none)."""
+    return next((short for short, full in PROVIDERS.items() if full == provider), provider)
+
+
+def provider_list(name: str = "auto") -> list[str]:
+    """The providers to ask a session for, first choice first, the CPU last.
+
+    Args:
+        name: ``auto`` (CUDA or CANN where the runtime has it, else the CPU), a short name of `PROVIDERS`, or a full
+            provider name.
+
+    Raises:
+        UsageError: No such provider exists.
+        RuntimeMissingError: The installed runtime was not built with it.
+    """
+    built = available()
+    cpu = PROVIDERS["cpu"]
+    if name == "auto":
+        chosen = [PROVIDERS[short] for short in _AUTO if PROVIDERS[short] in built][:1]
+        return [*chosen, cpu]
+    full = PROVIDERS.get(name.lower(), name)
+    if full not in built:
+        if full not in PROVIDERS.values():
+            raise UsageError(f"Unknown provider {name!r}: use auto, {', '.join(PROVIDERS)}.")
+        raise RuntimeMissingError(
+            f"Provider {name!r} is not part of the installed ONNX Runtime (it has "
+            f"{', '.join(short_name(p) for p in built)}): run `onnxamp doctor`."
+        )
+    if full == cpu:
+        return [cpu]
+    helpers = [PROVIDERS[short] for short in _NEXT.get(short_name(full), ()) if PROVIDERS[short] in built]
+    return [full, *helpers, cpu]

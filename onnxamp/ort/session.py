@@ -1,0 +1,234 @@
+"""Sessions: options, loading from a file, bytes or a model in memory, and running with plain arrays.
+
+A provider that was asked for by name must be the one that the session got: ONNX Runtime itself falls back to the CPU
+with no more than a line on stderr.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnxamp.errors import AmpError, DataError, ModelError, RuntimeMissingError, UnsupportedError, UsageError
+from onnxamp.ort.providers import PROVIDERS, provider_list, runtime, short_name
+
+logger = logging.getLogger("onnxamp")
+
+Model = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
+
+OPTIMIZATION = {
+    "none": "ORT_DISABLE_ALL",
+    "basic": "ORT_ENABLE_BASIC",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "all": "ORT_ENABLE_ALL",
+}
+# A protobuf message ends at 2 GiB; above this, weights travel in a file of their own.
+_INLINE_LIMIT = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionConfig:
+    """How a session is made.
+
+    Attributes:
+        provider: ``auto``, a short name (``cpu``, ``cuda``, ...) or a full provider name.
+        optimization: Graph optimization level: ``none``, ``basic``, ``extended`` or ``all``.
+        threads: Threads inside an operator; 0 leaves it to the runtime.
+        memory_pattern: Plan memory ahead; off saves memory where shapes vary, and in training graphs.
+        deterministic: Ask for deterministic kernels.
+        log_severity: 0 verbose to 4 fatal; errors are raised, so that logging them (3) would only repeat them.
+        provider_options: Options of the first provider.
+        config: Session configuration entries, such as ``{"session.disable_prepacking": "1"}``.
+        optimized_path: Where the runtime writes the optimized graph, to be read by tools.
+    """
+
+    provider: str = "auto"
+    optimization: str = "all"
+    threads: int = 0
+    memory_pattern: bool = True
+    deterministic: bool = False
+    log_severity: int = 4
+    provider_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    optimized_path: str | os.PathLike[str] | None = None
+
+
+def session_options(config: SessionConfig) -> Any:
+    """The `onnxruntime.SessionOptions` for `config`.
+
+    Raises:
+        UsageError: Unknown optimization level.
+        RuntimeMissingError: No runtime is installed.
+    """
+    ort = runtime()
+    if config.optimization not in OPTIMIZATION:
+        raise UsageError(f"Unknown optimization level {config.optimization!r}: use {', '.join(OPTIMIZATION)}.")
+    options = ort.SessionOptions()
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, OPTIMIZATION[config.optimization])
+    options.intra_op_num_threads = config.threads
+    options.enable_mem_pattern = config.memory_pattern
+    options.log_severity_level = config.log_severity
+    options.use_deterministic_compute = config.deterministic
+    for key, value in config.config.items():
+        options.add_session_config_entry(key, value)
+    if config.optimized_path is not None:
+        options.optimized_model_filepath = os.fspath(config.optimized_path)
+    return options
+
+
+def open_session(model: Model, config: SessionConfig | None = None) -> Any:
+    """An `onnxruntime.InferenceSession` on the provider asked for.
+
+    With ``provider="auto"`` a GPU provider that does not load leaves the CPU, and a warning is logged.
+
+    Args:
+        model: A path, serialized bytes, a `ModelProto` or an `ir.Model` (of any size).
+        config: Options; defaults where None.
+
+    Raises:
+        RuntimeMissingError: No runtime, or the provider asked for does not load.
+        UnsupportedError: The provider has no kernel for a node.
+        ModelError: The runtime refuses the model.
+    """
+    config = config or SessionConfig()
+    ort = runtime()
+    names = provider_list(config.provider)
+    if PROVIDERS["cuda"] in names and hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()  # finds the CUDA libraries that pip installed
+    providers = [(names[0], dict(config.provider_options)), *names[1:]]
+    with tempfile.TemporaryDirectory(prefix="onnxamp-", ignore_cleanup_errors=True) as folder:
+        source = _loadable(model, folder)
+        try:
+            # No fallback: it would print to stdout and take the CPU instead.
+            session = ort.InferenceSession(source, session_options(config), providers=providers, enable_fallback=0)
+        except AmpError:
+            raise
+        except Exception as problem:
+            raise _load_error(problem, model) from problem
+    got = session.get_providers()
+    if got[0] != names[0]:
+        message = f"{short_name(names[0])} does not load here, ONNX Runtime took {short_name(got[0])}"
+        if config.provider != "auto":
+            raise RuntimeMissingError(f"Provider {message}: run `onnxamp doctor`.")
+        logger.warning("Provider %s; `onnxamp doctor` says why.", message)
+    session.disable_fallback()
+    return session
+
+
+def run(session: Any, feeds: Mapping[str, Any], outputs: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run `session` once with arrays, bfloat16 included (as `ml_dtypes.bfloat16` on both sides).
+
+    Args:
+        session: What `open_session` returned.
+        feeds: Input name → array (or list of arrays for a sequence). Names that the model lacks are an error.
+        outputs: Names of the outputs wanted; all of them where None.
+
+    Returns:
+        Output name → array, list (sequence, map) or None (empty optional).
+
+    Raises:
+        DataError: Missing or unknown names, wrong type or shape, or a node that fails on these values.
+        UnsupportedError: A node has no kernel for the types that arrive.
+    """
+    wanted = list(outputs) if outputs is not None else [value.name for value in session.get_outputs()]
+    inputs = [value.name for value in session.get_inputs()]
+    known = {*inputs, *(value.name for value in session.get_overridable_initializers())}
+    missing = [name for name in inputs if name not in feeds]
+    unknown = [name for name in feeds if name not in known]
+    if missing or unknown:
+        raise DataError(
+            f"The data do not fit the model's inputs: missing {missing or 'none'}, unknown {unknown or 'none'}; "
+            f"expected {inputs}."
+        )
+    try:
+        if any("bfloat16" in value.type for value in (*session.get_inputs(), *session.get_outputs())):
+            values = {name: _to_ort(value) for name, value in feeds.items()}
+            results = [_to_numpy(value) for value in session.run_with_ort_values(wanted, values)]
+        else:
+            results = session.run(wanted, dict(feeds))
+    except Exception as problem:
+        raise _run_error(problem) from problem
+    return dict(zip(wanted, results, strict=True))
+
+
+def _loadable(model: Model, folder: str) -> str | bytes:
+    """What the runtime can load: a path, or bytes that hold everything."""
+    if isinstance(model, bytes):
+        return model
+    if isinstance(model, (str, os.PathLike)):
+        if not pathlib.Path(model).is_file():
+            raise ModelError(f"No such model file: {os.fspath(model)}.")
+        return str(os.fspath(model))
+    if isinstance(model, onnx.ModelProto):
+        if model.ByteSize() < _INLINE_LIMIT:
+            return bytes(model.SerializeToString())
+        model = ir.from_proto(model)
+    tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
+    held = [tensor for tensor in tensors if tensor is not None]
+    external = any(isinstance(tensor, ir.ExternalTensor) for tensor in held)
+    if not external and sum(tensor.nbytes for tensor in held) < _INLINE_LIMIT:
+        data: bytes = ir.to_proto(model).SerializeToString()
+        return data
+    path = os.path.join(folder, "model.onnx")
+    ir.save(model, path, external_data="model.data")
+    return path
+
+
+def _to_ort(value: Any) -> Any:
+    array = np.ascontiguousarray(value).reshape(np.shape(value))
+    wrap = runtime().OrtValue
+    if array.dtype == ml_dtypes.bfloat16:  # the Python binding knows no such array, only its bits
+        return wrap.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), onnx.TensorProto.BFLOAT16)
+    return wrap.ortvalue_from_numpy(array)
+
+
+def _to_numpy(value: Any) -> Any:
+    if not value.has_value():
+        return None
+    if value.is_tensor() and value.element_type() == onnx.TensorProto.BFLOAT16:
+        shape = tuple(value.shape())
+        bits = np.empty(shape, np.uint16)
+        if bits.size:
+            ctypes.memmove(bits.ctypes.data, value.data_ptr(), bits.nbytes)
+        return bits.view(ml_dtypes.bfloat16)
+    return value.numpy()
+
+
+def _load_error(problem: Exception, model: Model) -> AmpError:
+    """The error that says what the runtime said, by the kind of its exception."""
+    name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else "the model"
+    kind, text = type(problem).__name__, _sentence(problem)
+    if kind == "NotImplemented":
+        return UnsupportedError(f"ONNX Runtime has no kernel for a node of {name}: {text}.")
+    if kind == "EPFail":
+        return RuntimeMissingError(f"The execution provider failed on {name}: {text}; run `onnxamp doctor`.")
+    return ModelError(f"ONNX Runtime cannot load {name} ({kind}): {text}.")
+
+
+def _run_error(problem: Exception) -> AmpError:
+    kind, text = type(problem).__name__, _sentence(problem)
+    if kind == "NotImplemented":
+        return UnsupportedError(f"ONNX Runtime has no kernel for a node: {text}.")
+    if kind == "EPFail":
+        return RuntimeMissingError(f"The execution provider failed while running: {text}.")
+    return DataError(f"ONNX Runtime failed while running ({kind}): {text}.")
+
+
+def _sentence(problem: Exception) -> str:
+    """ONNX Runtime's message without its prefix, source lines and newlines, at most 300 characters."""
+    text = " ".join(str(problem).split())
+    text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
+    text = re.sub(r"(/\S+|[\w/.]+\.(?:cc|h)):\d+ [\w:<>~*& ]*\([^)]*\)( const)? ", "", text)
+    return text[:300].rstrip(". ")
