@@ -1,0 +1,292 @@
+"""The type graph: the variables that a precision decision is about, and how values join them.
+
+A *unit* is one type variable of one node (Pow's exponent is another unit than its base), with the operands that it reads and the values that
+it writes. What control flow ties together is one unit too:
+
+* an output of If reads that output of both branches and writes the node's output;
+* a carried value of Loop or Scan reads its initial value and the body's output, and writes the body's input and the node's output;
+* a scanned input or output of Loop or Scan reads on one side and writes on the other.
+
+Graph inputs and outputs are units without a node. So every value has at most one writer, and the precision of all units determines where
+Casts are needed: at each read whose unit differs from its value's writer. Constants (initializers, Constant nodes) have no writer: they exist
+in whichever precision their readers want. Shape and Size look at no elements, so they are no unit and take either type.
+
+Only float tensors (fp32, fp16, bf16) take part; integers, doubles and untyped values without float partners do not appear.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from onnxamp.dtypes import BY_IR
+from onnxamp.model.signatures import Signature, signature
+
+# Operators that read only the shape of their operand.
+SHAPE_ONLY = frozenset({"Shape", "Size"})
+
+# Attributes that set the type of a result: (operator, type variable) -> attribute. An absent optional one means "as the input".
+TYPE_ATTRIBUTE = {
+    ("Cast", "T2"): "to",
+    ("EyeLike", "T2"): "dtype",
+    ("RandomNormal", "T"): "dtype",
+    ("RandomUniform", "T"): "dtype",
+    ("RandomNormalLike", "T2"): "dtype",
+    ("RandomUniformLike", "T2"): "dtype",
+    ("Bernoulli", "T2"): "dtype",
+    ("ConstantOfShape", "T2"): "value",
+    ("BlackmanWindow", "T2"): "output_datatype",
+    ("HammingWindow", "T2"): "output_datatype",
+    ("HannWindow", "T2"): "output_datatype",
+    ("MelWeightMatrix", "T3"): "output_datatype",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """One place that reads a value: operand `index` of a node, or output `index` of a graph."""
+
+    value: ir.Value
+    site: ir.Node | ir.Graph
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unit:
+    """One decision variable; compared by identity.
+
+    Attributes:
+        node: The node, or None for an input or output of the main graph.
+        variable: The type variable in the node's signature; ``output[k]``, ``state[k]``, ``scan[k]`` for control flow; the literal type for
+            an operand without variable; ``input`` or ``output`` for the interface.
+        dtype: The float type that the values have in the source.
+        reads: Operands (and body outputs) that have the unit's type.
+        writes: Values that have the unit's type.
+        fixed: Why the unit must keep its type whatever the policy says (``interface``, ``overridable``, ``unknown operator``, ``untyped``,
+            ``sequence``, ``literal``), or None.
+    """
+
+    node: ir.Node | None
+    variable: str
+    dtype: ir.DataType
+    reads: tuple[Read, ...]
+    writes: tuple[ir.Value, ...]
+    fixed: str | None = None
+
+    def __repr__(self) -> str:
+        where = f"{self.node.op_type} {self.node.name}" if self.node else "graph"
+        return f"Unit({where}, {self.variable})"
+
+
+@dataclasses.dataclass(frozen=True)
+class TypeGraph:
+    """All units of a model in a fixed order: graph inputs, nodes in graph order with their bodies after them, graph outputs.
+
+    Attributes:
+        model: The model, with types inferred and functions inlined.
+        units: The decision variables.
+        writer: The unit that writes a value; absent for constants and for values that take no part.
+        readers: The units that read a value, each once, in order.
+        constants: Values of initializers and Constant nodes, in every scope, that are float tensors.
+        of: The units of a node, by type variable, in signature order.
+        signatures: The signature of each node; None where no schema is known.
+    """
+
+    model: ir.Model
+    units: tuple[Unit, ...]
+    writer: dict[ir.Value, Unit]
+    readers: dict[ir.Value, tuple[Unit, ...]]
+    constants: tuple[ir.Value, ...]
+    of: dict[ir.Node, tuple[Unit, ...]]
+    signatures: dict[ir.Node, Signature | None]
+
+
+def type_graph(model: ir.Model) -> TypeGraph:
+    """The type graph of `model`, whose functions are inlined and whose values are typed (`model.types.infer`)."""
+    builder = _Builder(model)
+    builder.interface_inputs()
+    builder.graph(model.graph)
+    builder.interface_outputs()
+    return builder.finish()
+
+
+def bodies(node: ir.Node) -> Iterator[ir.Graph]:
+    """The subgraphs of a node, in the order of its attributes."""
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield attribute.as_graph()
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            yield from attribute.as_graphs()
+
+
+def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
+    """Every node of `graph`, each followed by those of its bodies."""
+    for node in graph:
+        yield node
+        for body in bodies(node):
+            yield from all_nodes(body)
+
+
+def is_float(value: ir.Value | None) -> bool:
+    """Whether the value is a tensor of one of the float types that onnxamp decides between."""
+    return value is not None and isinstance(value.type, ir.TensorType) and value.type.dtype in BY_IR
+
+
+def _holds_floats(value: ir.Value | None) -> bool:
+    """Whether the value is a sequence or optional of such tensors."""
+    kind = value.type if value is not None else None
+    wrapped = isinstance(kind, ir.SequenceType | ir.OptionalType)
+    while isinstance(kind, ir.SequenceType | ir.OptionalType):
+        kind = kind.elem_type
+    return wrapped and isinstance(kind, ir.TensorType) and kind.dtype in BY_IR
+
+
+class _Builder:
+    def __init__(self, model: ir.Model) -> None:
+        self.model = model
+        self.units: list[Unit] = []
+        self.constants: dict[ir.Value, None] = {}
+        self.signatures: dict[ir.Node, Signature | None] = {}
+        self.of: dict[ir.Node, list[Unit]] = collections.defaultdict(list)
+
+    def add(
+        self, node: ir.Node | None, variable: str, reads: list[Read], writes: list[ir.Value], fixed: str | None
+    ) -> None:
+        """One unit of the float operands among `reads` and `writes`; a partner without type fixes it."""
+        partners = [r.value for r in reads] + writes
+        kinds = {v.dtype for v in partners if is_float(v)}
+        if not kinds or any(v.type is not None and not is_float(v) and not _holds_floats(v) for v in partners):
+            return
+        if any(v.type is None for v in partners) or len(kinds) > 1:
+            fixed = fixed or "untyped"
+        for dtype in sorted(kinds):  # type: ignore[type-var]
+            assert dtype is not None
+            unit = Unit(
+                node,
+                variable,
+                dtype,
+                tuple(r for r in reads if r.value.dtype == dtype),
+                tuple(w for w in writes if w.dtype == dtype),
+                fixed,
+            )
+            self.units.append(unit)
+            if node is not None:
+                self.of[node].append(unit)
+
+    def interface_inputs(self) -> None:
+        constant_inputs = self.model.ir_version < 4
+        for value in self.model.graph.inputs:
+            if not value.is_initializer():
+                self.add(None, "input", [], [value], "interface")
+            elif not constant_inputs:
+                self.add(None, "input", [], [value], "overridable")
+
+    def interface_outputs(self) -> None:
+        for index, value in enumerate(self.model.graph.outputs):
+            self.add(None, "output", [Read(value, self.model.graph, index)], [], "interface")
+
+    def graph(self, graph: ir.Graph) -> None:
+        overridable = set() if self.model.ir_version < 4 else set(graph.inputs)
+        for value in graph.initializers.values():
+            if is_float(value) and value not in overridable:
+                self.constants[value] = None
+        for node in graph:
+            self.node(node)
+            for body in bodies(node):
+                self.graph(body)
+
+    def node(self, node: ir.Node) -> None:
+        opset = node.version or self.model.opset_imports.get(node.domain or "", 0)
+        signed = signature(node.domain, node.op_type, opset)
+        self.signatures[node] = signed
+        standard = node.domain in ("", "ai.onnx")
+        if standard and node.op_type == "Constant":
+            if is_float(node.outputs[0]):
+                self.constants[node.outputs[0]] = None
+        elif standard and node.op_type in SHAPE_ONLY:
+            pass
+        elif standard and node.op_type == "If":
+            self.branches(node)
+        elif standard and node.op_type == "Loop":
+            self.loop(node)
+        elif standard and node.op_type == "Scan" and signed is not None and signed.since >= 9:
+            self.scan(node)
+        else:
+            self.plain(node, signed)
+
+    def plain(self, node: ir.Node, signed: Signature | None) -> None:
+        """A node without control flow: one unit a type variable; operands without variable stand alone."""
+        fixed = None
+        if signed is None:
+            fixed = "unknown operator"
+        elif any(_holds_floats(v) for v in (*node.inputs, *node.outputs)) or any(bodies(node)):
+            fixed = "sequence"
+        groups: dict[str, tuple[list[Read], list[ir.Value]]] = {}
+        for index, value in enumerate(node.inputs):
+            if value is not None:
+                formal = signed.input(index) if signed else None
+                groups.setdefault(formal.variable if formal else f"input[{index}]", ([], []))[0].append(
+                    Read(value, node, index)
+                )
+        for index, value in enumerate(node.outputs):
+            formal = signed.output(index) if signed else None
+            groups.setdefault(formal.variable if formal else f"output[{index}]", ([], []))[1].append(value)
+        for variable, (reads, writes) in groups.items():
+            literal = signed is not None and variable not in signed.types
+            self.add(node, variable, reads, writes, fixed or ("literal" if literal else None))
+
+    def branches(self, node: ir.Node) -> None:
+        graphs = list(bodies(node))
+        for index, output in enumerate(node.outputs):
+            reads = [Read(graph.outputs[index], graph, index) for graph in graphs]
+            self.tie(node, f"output[{index}]", reads, [output])
+
+    def loop(self, node: ir.Node) -> None:
+        (body,) = bodies(node)
+        carried = len(body.inputs) - 2
+        for k in range(carried):
+            self.carry(node, body, f"state[{k}]", 2 + k, 1 + k, 2 + k, k)
+        for k in range(carried, len(node.outputs)):
+            self.tie(node, f"scan[{k}]", [Read(body.outputs[1 + k], body, 1 + k)], [node.outputs[k]])
+
+    def scan(self, node: ir.Node) -> None:
+        (body,) = bodies(node)
+        states = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
+        for k in range(states):
+            self.carry(node, body, f"state[{k}]", k, k, k, k)
+        for k in range(states, len(node.inputs)):
+            value = node.inputs[k]
+            if value is not None:
+                self.tie(node, f"scan_input[{k}]", [Read(value, node, k)], [body.inputs[k]])
+        for k in range(states, len(node.outputs)):
+            self.tie(node, f"scan[{k}]", [Read(body.outputs[k], body, k)], [node.outputs[k]])
+
+    def carry(self, node: ir.Node, body: ir.Graph, name: str, outer: int, inner: int, formal: int, result: int) -> None:
+        initial = node.inputs[outer] if outer < len(node.inputs) else None
+        reads = [Read(body.outputs[inner], body, inner)]
+        if initial is not None:
+            reads.insert(0, Read(initial, node, outer))
+        self.tie(node, name, reads, [body.inputs[formal], *node.outputs[result : result + 1]])
+
+    def tie(self, node: ir.Node, name: str, reads: list[Read], writes: list[ir.Value]) -> None:
+        sequence = any(_holds_floats(v) for v in (*(r.value for r in reads), *writes))
+        self.add(node, name, reads, writes, "sequence" if sequence else None)
+
+    def finish(self) -> TypeGraph:
+        writer = {value: unit for unit in self.units for value in unit.writes}
+        readers: dict[ir.Value, dict[Unit, None]] = collections.defaultdict(dict)
+        for unit in self.units:
+            for read in unit.reads:
+                readers[read.value][unit] = None
+        return TypeGraph(
+            model=self.model,
+            units=tuple(self.units),
+            writer=writer,
+            readers={value: tuple(units) for value, units in readers.items()},
+            constants=tuple(self.constants),
+            of={node: tuple(units) for node, units in self.of.items()},
+            signatures=self.signatures,
+        )
