@@ -1,15 +1,16 @@
 """The type graph: the variables that a precision decision is about, and how values join them.
 
-A *unit* is one type variable of one node (Pow's exponent is another unit than its base), with the operands that it reads and the values that
-it writes. What control flow ties together is one unit too:
+A *unit* is one type variable of one node (Pow's exponent is another unit than its base), with the operands that it reads and
+the values that it writes. What control flow ties together is one unit too:
 
 * an output of If reads that output of both branches and writes the node's output;
 * a carried value of Loop or Scan reads its initial value and the body's output, and writes the body's input and the node's output;
 * a scanned input or output of Loop or Scan reads on one side and writes on the other.
 
-Graph inputs and outputs are units without a node. So every value has at most one writer, and the precision of all units determines where
-Casts are needed: at each read whose unit differs from its value's writer. Constants (initializers, Constant nodes) have no writer: they exist
-in whichever precision their readers want. Shape and Size look at no elements, so they are no unit and take either type.
+Graph inputs and outputs are units without a node. So every value has at most one writer, and the precision of all units
+determines where Casts are needed: at each read whose unit differs from its value's writer. Constants (initializers, Constant
+nodes) have no writer: they exist in whichever precision their readers want. Shape and Size look at no elements, so they are no
+unit and take either type.
 
 Only float tensors (fp32, fp16, bf16) take part; integers, doubles and untyped values without float partners do not appear.
 """
