@@ -1,0 +1,76 @@
+"""A session whose inputs and outputs are bound once to memory and then run as often as wanted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from onnxamp.errors import InternalError
+from onnxamp.ort.providers import runtime
+from onnxamp.ort.values import View, element_type
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Binding:
+    """One way to run a session: where each input comes from and where each output goes.
+
+    Views are bound by pointer and stay bound: a run copies none of them. Batches are fed by name before a run; on the
+    CPU their memory is read where it lies, on a device they are copied there when they are fed.
+
+    Args:
+        session: An `onnxruntime.InferenceSession`.
+        run_options: `onnxruntime.RunOptions` for every run, or None.
+    """
+
+    def __init__(self, session: Any, run_options: Any = None) -> None:
+        self._session = session
+        self._binding = session.io_binding()
+        self._options = run_options
+        # A bound pointer does not keep its memory alive.
+        self._alive: dict[tuple[str, str], object] = {}
+
+    def input(self, name: str, view: View) -> None:
+        """Read the input `name` from `view` in every run from now on."""
+        buffer = view.buffer
+        self._binding.bind_input(name, buffer.device, buffer.device_id, view.element_type, view.shape, view.pointer)
+        self._alive["input", name] = buffer
+
+    def output(self, name: str, view: View) -> None:
+        """Write the output `name` to `view` in every run from now on."""
+        buffer = view.buffer
+        self._binding.bind_output(name, buffer.device, buffer.device_id, view.element_type, view.shape, view.pointer)
+        self._alive["output", name] = buffer
+
+    def feed(self, name: str, values: NDArray[Any]) -> None:
+        """Read the input `name` from `values`, an array on the host, from now on.
+
+        Raises:
+            InternalError: `values` is not contiguous: the runtime would read something else.
+        """
+        if not values.flags.c_contiguous:
+            raise InternalError(f"The input {name!r} is not contiguous in memory.")
+        if values.dtype.kind == "V":  # bf16 of ml_dtypes: the runtime only knows its bits
+            raw = values.view(np.uint16)
+            value = runtime().OrtValue.ortvalue_from_numpy_with_onnx_type(raw, element_type(values.dtype))
+            self._binding.bind_ortvalue_input(name, value)
+            self._alive["input", name] = (values, value)
+        else:
+            self._binding.bind_cpu_input(name, values)
+            self._alive["input", name] = values
+
+    def fetch(self, name: str, device: str = "cpu") -> None:
+        """Let the runtime allocate the output `name` anew in every run (its shape depends on the batch)."""
+        self._binding.bind_output(name, device)
+        self._alive.pop(("output", name), None)
+
+    def run(self) -> None:
+        """Run the session once."""
+        self._session.run_with_iobinding(self._binding, self._options)
+
+    def outputs(self) -> list[Any]:
+        """The outputs of the last run, as `OrtValue`s in the order in which they were bound."""
+        values: list[Any] = self._binding.get_outputs()
+        return values
