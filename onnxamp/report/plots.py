@@ -1,0 +1,141 @@
+"""Line plots as static SVG; the page's script adds the tooltip from the same numbers."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Sequence
+
+from onnxamp.report.sections import LinePlot, Series
+
+WIDTH, HEIGHT = 720, 260
+LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 40
+POINTS = 1500
+DASHES = ("", "6 3", "2 3", "8 3 2 3")
+
+
+def thin(x: Sequence[float], y: Sequence[float], points: int = POINTS) -> tuple[list[float], list[float]]:
+    """At most about `points` points that keep the least and greatest y of each stretch, so that no spike is lost."""
+    if len(x) <= points:
+        return [float(v) for v in x], [float(v) for v in y]
+    size = math.ceil(2 * len(x) / points)
+    keep: list[int] = []
+    for start in range(0, len(x), size):
+        span = range(start, min(start + size, len(x)))
+        finite = [i for i in span if math.isfinite(y[i])]
+        gaps = [i for i in span if not math.isfinite(y[i])][:1]
+        ends = {min(finite, key=lambda i: y[i]), max(finite, key=lambda i: y[i])} if finite else set()
+        keep += sorted(ends.union(gaps))
+    return [float(x[i]) for i in keep], [float(y[i]) for i in keep]
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers (1, 2 or 5 times a power of ten apart) inside [low, high]."""
+    span = high - low
+    if not (span > 0 and math.isfinite(span)):
+        return [low]
+    raw = span / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    """A short text for a number on an axis or in a table."""
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else str(value)
+    size = abs(value)
+    if size >= 1e6 or size < 1e-3:
+        mantissa, exponent = f"{value:.3g}".split("e") if "e" in f"{value:.3g}" else f"{value:.2e}".split("e")
+        if "." in mantissa:
+            mantissa = mantissa.rstrip("0").rstrip(".")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:.4g}" if size < 1e4 else f"{value:,.0f}"
+
+
+def _bounds(values: list[float]) -> tuple[float, float]:
+    if not values:
+        return 0.0, 1.0
+    low, high = min(values), max(values)
+    if low == high:
+        pad = abs(low) * 0.1 or 1.0
+        return low - pad, high + pad
+    return low, high
+
+
+def line_plot(plot: LinePlot) -> str:
+    """The SVG of a plot and, beside it, its numbers for the tooltip."""
+
+    def height(value: float) -> float:
+        if not plot.log_y:
+            return value
+        return math.log10(value) if value > 0 else math.nan
+
+    thinned = [Series(s.name, *thin(s.x, s.y)) for s in plot.series]
+    lines = [(s.name, s.x, [height(v) if math.isfinite(v) else math.nan for v in s.y]) for s in thinned]
+    x0, x1 = _bounds([v for _, xs, _ in lines for v in xs] + [x for x, _ in plot.marks])
+    y0, y1 = _bounds([v for _, _, ys in lines for v in ys if math.isfinite(v)])
+    pad = 0.04 * (y1 - y0)
+    y0, y1 = y0 - pad, y1 + pad
+
+    def px(x: float) -> float:
+        return LEFT + (x - x0) / (x1 - x0) * (WIDTH - LEFT - RIGHT)
+
+    def py(y: float) -> float:
+        return HEIGHT - BOTTOM - (y - y0) / (y1 - y0) * (HEIGHT - TOP - BOTTOM)
+
+    svg = [f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(plot.title)}">']
+    rows = ticks(y0, y1)
+    if plot.log_y and y1 - y0 >= 1:
+        step = max(1, round((y1 - y0) / 6))
+        rows = [float(k) for k in range(math.ceil(y0), math.floor(y1) + 1, step)]
+    for y in rows:
+        text = number(10**y) if plot.log_y else number(y)
+        svg.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}"/>')
+        svg.append(f'<text class="tick" x="{LEFT - 6}" y="{py(y) + 4:.1f}" text-anchor="end">{text}</text>')
+    for x in ticks(x0, x1, 7):
+        svg.append(
+            f'<text class="tick" x="{px(x):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number(x)}</text>'
+        )
+    svg.append(
+        f'<text class="axis" x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">'
+        f"{html.escape(plot.x_label)}</text>"
+    )
+    for x, text in plot.marks:
+        svg.append(
+            f'<line class="mark" x1="{px(x):.1f}" x2="{px(x):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
+            f"<title>{html.escape(text)}</title></line>"
+        )
+    for k, (_, xs, ys) in enumerate(lines):
+        path, pen, drawn = [], "M", 0
+        for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+            if not math.isfinite(y):
+                pen = "M"
+                continue
+            alone = pen == "M" and (i + 1 == len(ys) or not math.isfinite(ys[i + 1]))
+            path.append(f"{pen}{px(x):.1f} {py(y):.1f}" + ("h0.01" if alone else ""))
+            pen, drawn = "L", drawn + 1
+        dash = f' stroke-dasharray="{DASHES[k // 6 % len(DASHES)]}"' if k >= 6 else ""
+        if drawn:
+            svg.append(f'<path class="line c{k % 6}"{dash} d="{"".join(path)}"/>')
+    svg.append('<line class="cursor" y1="0" y2="0" x1="0" x2="0"/></svg>')
+    legend = "".join(
+        f'<span class="key"><i class="c{k % 6}"></i>{html.escape(s.name)}</span>' for k, s in enumerate(plot.series)
+    )
+    numbers = {
+        "x0": x0,
+        "x1": x1,
+        "left": LEFT,
+        "right": WIDTH - RIGHT,
+        "top": TOP,
+        "bottom": HEIGHT - BOTTOM,
+        "width": WIDTH,
+        "label": plot.x_label,
+        "series": [
+            {"name": s.name, "x": list(s.x), "y": [v if math.isfinite(v) else str(v) for v in s.y]} for s in thinned
+        ],
+    }
+    label = f'<div class="ylabel">{html.escape(plot.y_label)}</div>' if plot.y_label else ""
+    return f'{label}<div class="plotbox" data-plot="{html.escape(json.dumps(numbers))}">{"".join(svg)}</div>{legend}'
