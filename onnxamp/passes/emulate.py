@@ -1,0 +1,315 @@
+"""Strict emulation: an FP32 model that rounds wherever the original holds a 16-bit value.
+
+Rules:
+
+1. A result of 16 bits is computed in fp32 from the (already rounded) fp32 operands, then rounded by an explicit
+   ``Cast → fp16|bf16`` and brought back by ``Cast → fp32``. Overflow, underflow and rounding happen after each operator,
+   as on a device that accumulates in fp32; inside an operator they do not.
+2. A Cast to 16 bits is the rounding already: only the Cast back follows it.
+3. Operators that move, select or compare-and-pick values cannot round: nothing follows them.
+4. 16-bit initializers and constants are widened, which is exact.
+5. The interface stays: 16-bit inputs are cast up at the front, 16-bit outputs are the rounded values themselves.
+6. Bodies of If, Loop and Scan follow the same rules; what crosses their borders is fp32. Functions are inlined first.
+7. An operator that no schema describes keeps its 16-bit operands and results.
+
+ONNX Runtime keeps these explicit pairs at every optimization level (a test holds it to that). Every value of the original
+that is not in the interface keeps its name, and holds the rounded value in fp32.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass
+
+from onnxamp.dtypes import LOW
+from onnxamp.errors import UnsupportedError
+from onnxamp.model import types
+from onnxamp.model.signatures import signature
+
+# Each result element is an element of an operand or a constant that is exact in the type, so it needs no rounding.
+_MOVES = """
+    Abs CenterCropPad Clip Compress Concat ConcatFromSequence Constant ConstantOfShape DepthToSpace Expand EyeLike Flatten
+    Gather GatherElements GatherND GlobalMaxPool Identity If Loop Max MaxPool MaxRoiPool MaxUnpool Min Neg Optional
+    OptionalGetElement Pad ReduceMax ReduceMin Relu Reshape ReverseSequence Scan ScatterElements ScatterND SequenceAt
+    SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceMap Sign Slice SpaceToDepth Split SplitToSequence
+    Squeeze Tile TopK Transpose Trilu Unique Unsqueeze Where
+"""
+MOVES = frozenset(_MOVES.split())
+# Attributes that name an element type of a result or of the arithmetic inside. Cast's own `to` is the rounding and stays.
+_TYPE_ATTRIBUTES = ("dtype", "output_dtype", "output_datatype", "stash_type", "softmax_precision")
+
+
+def emulate(model: ir.Model) -> ir.Model:
+    """A new fp32 model with the rounding of `model`'s 16-bit values made explicit; `model` is not changed.
+
+    Args:
+        model: Any model: converted, training graph, or one that was exported in 16 bits.
+
+    Raises:
+        UnsupportedError: A 16-bit sequence in the interface below opset 17, or a 16-bit optional there.
+    """
+    result = model.clone()
+    if result.functions:
+        InlinePass()(result)
+    if any(value.type is None for node in result.graph.all_nodes() for value in node.outputs if value.name):
+        types.infer(result)
+    _Emulation(result).run()
+    return result
+
+
+class _Emulation:
+    """One run of the pass over a private copy."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.model = model
+        self.graph = model.graph
+        self.low: dict[ir.Value, ir.DataType] = {}
+        self.rounded: dict[ir.Value, ir.Value] = {}  # fp32 value → its 16-bit twin, where one exists
+        self.names: set[str] = set()
+        for graph in model.graphs():
+            for value in itertools.chain(graph.inputs, graph.initializers.values(), *(node.outputs for node in graph)):
+                self.names.add(value.name or "")
+                if (kind := _low_element(value.type)) is not None:
+                    self.low[value] = kind
+
+    def run(self) -> None:
+        """Rewrite every graph, then the interface."""
+        results = [self.low.get(value) for value in self.graph.outputs]
+        for graph in self.model.graphs():
+            for node in list(graph):
+                self.node(node)
+        for graph in self.model.graphs():
+            if graph is not self.graph:
+                for value in (*graph.inputs, *graph.initializers.values()):
+                    self.widen(value)
+        self.inputs()
+        for index, kind in enumerate(results):
+            if kind is not None:
+                self.output(index, kind)
+
+    # -- nodes ------------------------------------------------------------------------------------------------------
+
+    def node(self, node: ir.Node) -> None:
+        """Apply the rule of `node`'s kind to it and to its 16-bit results."""
+        opset = self.model.opset_imports.get(node.domain, 1)
+        known = signature(node.domain, node.op_type, opset) is not None
+        low = [value for value in node.outputs if value in self.low]
+        if not known:
+            self.keep_operands(node)
+        elif node.op_type == "CastLike" and low:
+            node = self.plain_cast(node, self.low[low[0]])
+            low = list(node.outputs)
+        else:
+            self.attributes(node)
+        for value in low:
+            read = bool(value.uses()) or value.is_graph_output()
+            if not known or node.op_type == "Cast":
+                if read:
+                    self.bring_back(node, value)
+            elif not read or _moves(node):
+                self.widen(value)
+            else:
+                self.round(node, value)
+
+    def round(self, node: ir.Node, value: ir.Value) -> None:
+        """``value`` becomes the exact fp32 result; Cast → 16 bits → Cast follow, and readers take the last."""
+        kind = self.low[value]
+        self.widen(value)
+        name = value.name or ""
+        self.rename(value, f"{name}/exact")
+        low, back = self.like(value, kind, f"{name}/low"), self.like(value, ir.DataType.FLOAT, name)
+        _redirect(value, back)
+        node.append([_cast(value, low, kind), _cast(low, back, ir.DataType.FLOAT)])
+        self.rounded[back] = low
+
+    def bring_back(self, node: ir.Node, value: ir.Value) -> None:
+        """``value`` stays 16 bits; a Cast up follows, and readers take that."""
+        name = value.name or ""
+        self.rename(value, f"{name}/low")
+        back = self.like(value, ir.DataType.FLOAT, name)
+        _redirect(value, back)
+        node.append(_cast(value, back, ir.DataType.FLOAT))
+        self.rounded[back] = value
+
+    def keep_operands(self, node: ir.Node) -> None:
+        """Hand `node` the 16-bit operands that it had."""
+        for index, value in enumerate(node.inputs):
+            if value is None:
+                continue
+            if value in self.rounded:
+                node.replace_input_with(index, self.rounded[value])
+            elif value in self.low:
+                down = self.conversion(value, f"{value.name}/low", self.low[value])
+                node.prepend(down)
+                node.replace_input_with(index, down.outputs[0])
+
+    def plain_cast(self, node: ir.Node, kind: ir.DataType) -> ir.Node:
+        """Cast instead of CastLike, whose second operand no longer has the type that it stood for."""
+        value = node.outputs[0]
+        name = value.name or ""
+        self.rename(value, f"{name}/castlike")
+        out = self.like(value, kind, name)
+        cast = _cast(node.inputs[0], out, kind)
+        cast.name, cast.doc_string = node.name, node.doc_string
+        cast.metadata_props.update(node.metadata_props)
+        _redirect(value, out)
+        self.low[out] = self.low.pop(value)
+        graph = node.graph
+        assert graph is not None
+        graph.insert_after(node, cast)
+        graph.remove(node, safe=True)
+        return cast
+
+    def attributes(self, node: ir.Node) -> None:
+        """Widen constants and element types that `node` carries in attributes."""
+        for name, attribute in list(node.attributes.items()):
+            if attribute.is_ref():
+                continue
+            if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in LOW:
+                node.attributes[name] = ir.AttrTensor(name, _widened_tensor(attribute.value))
+            elif name in _TYPE_ATTRIBUTES and attribute.type == ir.AttributeType.INT and attribute.value in LOW:
+                node.attributes[name] = ir.AttrInt64(name, int(ir.DataType.FLOAT))
+            elif attribute.type == ir.AttributeType.TYPE_PROTO:
+                node.attributes[name] = ir.Attr(
+                    name,
+                    attribute.type,
+                    ir.TypeAndShape(_widened_type(attribute.value.type), attribute.value.shape),
+                )
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def widen(self, value: ir.Value) -> None:
+        """Give `value` fp32 in place of its 16-bit type, and its constant too."""
+        if value not in self.low:
+            return
+        value.type = _widened_type(value.type)
+        if value.const_value is not None:
+            value.const_value = _widened_tensor(value.const_value)
+
+    def like(self, value: ir.Value, kind: ir.DataType, name: str) -> ir.Value:
+        """A new value with the shape of `value`."""
+        shape = value.shape.copy() if value.shape is not None else None
+        return ir.Value(name=self.unique(name), type=ir.TensorType(kind), shape=shape)
+
+    def unique(self, name: str) -> str:
+        """`name`, with a number behind it if it is taken."""
+        free = (
+            name
+            if name not in self.names
+            else next(f"{name}_{i}" for i in itertools.count(1) if f"{name}_{i}" not in self.names)
+        )
+        self.names.add(free)
+        return free
+
+    def rename(self, value: ir.Value, name: str) -> None:
+        """Give `value` another name and free its own."""
+        self.names.discard(value.name or "")
+        value.name = self.unique(name)
+
+    # -- interface --------------------------------------------------------------------------------------------------
+
+    def inputs(self) -> None:
+        """Cast 16-bit inputs up where they are read; widen the other initializers."""
+        visible = set(self.graph.inputs) | {v for v in self.graph.outputs if v.is_initializer()}
+        front = []
+        for value in dict.fromkeys((*self.graph.inputs, *self.graph.initializers.values())):
+            if value not in self.low:
+                continue
+            if value not in visible:
+                self.widen(value)
+            elif value.uses():
+                up = self.conversion(value, f"{value.name}/fp32", ir.DataType.FLOAT)
+                _redirect(value, up.outputs[0], except_for=up, outputs=False)
+                front.append(up)
+        if front:
+            self.graph.insert_before(self.graph[0], front)
+
+    def output(self, index: int, kind: ir.DataType) -> None:
+        """Make output `index` the 16-bit value that it was, under its name."""
+        value = self.graph.outputs[index]
+        if _low_element(value.type) is not None:  # an input or initializer handed through
+            return
+        low = self.rounded.get(value)
+        if low is None:
+            node = self.conversion(value, f"{value.name}/low", kind)
+            self.graph.append(node)
+            low = self.rounded[value] = node.outputs[0]
+        if not low.is_graph_output():
+            name = value.name or ""
+            self.rename(value, f"{name}/fp32")
+            self.rename(low, name)
+        self.graph.outputs[index] = low
+
+    def conversion(self, value: ir.Value, name: str, kind: ir.DataType) -> ir.Node:
+        """A node that takes `value` of the interface, tensor or sequence, to or from 16 bits."""
+        if isinstance(value.type, ir.TensorType):
+            out = self.like(value, kind, name)
+            return _cast(value, out, kind)
+        opset = self.model.opset_imports.get("", 1)
+        if not isinstance(value.type, ir.SequenceType) or opset < 17:
+            raise UnsupportedError(
+                f"{value.name!r} holds 16-bit tensors in a {value.type}, which opset {opset} cannot cast: "
+                "emulate the model with this value in fp32."
+            )
+        element = self.like(value, value.type.elem_type.dtype, f"{name}/element")
+        cast = self.like(value, kind, f"{name}/cast")
+        body = ir.Graph(
+            [element], [cast], nodes=[_cast(element, cast, kind)], name=f"{name}/body", opset_imports={"": opset}
+        )
+        out = self.like(value, kind, name)
+        out.type = ir.SequenceType(ir.TensorType(kind))
+        return ir.Node("", "SequenceMap", [value], [ir.AttrGraph("body", body)], outputs=[out], name=out.name)
+
+
+def _moves(node: ir.Node) -> bool:
+    if node.domain not in ("", "ai.onnx") or node.op_type not in MOVES:
+        return False
+    if node.op_type in ("Clip", "Pad"):  # bounds and padding of old opsets are fp32 attributes
+        return not any(node.attributes[name].type == ir.AttributeType.FLOAT for name in node.attributes)
+    if node.op_type.startswith("Scatter"):
+        reduction = node.attributes.get("reduction")
+        return reduction is None or reduction.value in ("none", "max", "min")
+    return True
+
+
+def _cast(value: ir.Value | None, out: ir.Value, kind: ir.DataType) -> ir.Node:
+    return ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(kind))], outputs=[out], name=f"{out.name}/cast")
+
+
+def _redirect(value: ir.Value, to: ir.Value, *, except_for: ir.Node | None = None, outputs: bool = True) -> None:
+    """Make all readers of `value` read `to`."""
+    for user, index in tuple(value.uses()):
+        if user is not except_for:
+            user.replace_input_with(index, to)
+    if outputs and value.is_graph_output():
+        graph = value.graph
+        assert graph is not None
+        for index, output in enumerate(graph.outputs):
+            if output is value:
+                graph.outputs[index] = to
+
+
+def _low_element(kind: ir.TypeProtocol | None) -> ir.DataType | None:
+    """The 16-bit element type inside a tensor, sequence or optional type."""
+    while isinstance(kind, (ir.SequenceType, ir.OptionalType)):
+        kind = kind.elem_type
+    return kind.dtype if isinstance(kind, ir.TensorType) and kind.dtype in LOW else None
+
+
+def _widened_type(kind: ir.TypeProtocol | None) -> ir.TypeProtocol | None:
+    if isinstance(kind, (ir.SequenceType, ir.OptionalType)):
+        inner = _widened_type(kind.elem_type)
+        assert inner is not None
+        return type(kind)(inner, denotation=kind.denotation)
+    if isinstance(kind, ir.TensorType) and kind.dtype in LOW:
+        return ir.TensorType(ir.DataType.FLOAT, denotation=kind.denotation)
+    return kind
+
+
+def _widened_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    if tensor.dtype not in LOW:
+        return tensor
+    return ir.Tensor(np.asarray(tensor.numpy(), dtype=np.float32), name=tensor.name, doc_string=tensor.doc_string)
