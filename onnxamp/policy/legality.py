@@ -1,0 +1,144 @@
+"""What the ONNX schemas and the target allow, node by node.
+
+The units of one node are decided together: a schema or kernel may want the same type for all of them (BatchNormalization on CUDA), may
+take any mixture (Pow), or may take only some in 16 bits. So a node has *choices*: the sets of its units that may be 16-bit together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import onnx.defs
+import onnx_ir as ir
+
+from onnxamp.dtypes import FloatType
+from onnxamp.model.signatures import Signature, signature
+from onnxamp.model.units import TypeGraph, Unit
+from onnxamp.policy import codes
+from onnxamp.policy.decision import Decision
+from onnxamp.policy.targets import TargetTable
+
+_FIXED = {
+    "unknown operator": codes.UNKNOWN_OPERATOR,
+    "untyped": codes.UNTYPED,
+    "sequence": codes.SEQUENCE,
+    "literal": codes.LITERAL,
+    "overridable": codes.OVERRIDABLE,
+}
+QUANTIZATION = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"})
+CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
+# Operands that shape inference reads: a constant fp32 copy, never a Cast.
+_SHAPE_OPERANDS = {"Resize": ("roi", "scales", "sizes"), "Upsample": ("scales",)}
+# Results whose type an attribute sets (stash_type), not the operands.
+_STASHED = {("LayerNormalization", "U")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """What a node may be.
+
+    Attributes:
+        units: The units that are open, primary first.
+        blocked: Why each of the other units keeps its type.
+        allowed: The sets of open units that may be 16-bit together; the empty set is always among them.
+    """
+
+    units: tuple[Unit, ...]
+    blocked: dict[Unit, Decision]
+    allowed: frozenset[frozenset[Unit]]
+
+
+def interface_decision(unit: Unit, dtype: str) -> Decision:
+    """The decision of a graph input or output that the interface sets to `dtype`."""
+    code = codes.OVERRIDABLE if unit.fixed == "overridable" else codes.INTERFACE
+    return Decision(dtype, code, {})
+
+
+def choices(node: ir.Node, graph: TypeGraph, low: FloatType, target: TargetTable) -> Choices:
+    """The choices of `node`; units that were 16-bit in the source are not open."""
+    blocked: dict[Unit, Decision] = {}
+    open_units: list[Unit] = []
+    signed = graph.signatures[node]
+    for unit in graph.of[node]:
+        if decision := _blocked(node, unit, signed, low):
+            blocked[unit] = decision
+        else:
+            open_units.append(unit)
+    allowed = {frozenset[Unit]()}
+    if open_units and signed is not None:
+        for count in range(1, len(open_units) + 1):
+            for subset in itertools.combinations(open_units, count):
+                if _supported(node, signed, open_units, frozenset(subset), low, target):
+                    allowed.add(frozenset(subset))
+        reachable = frozenset[Unit]().union(*allowed)
+        for unit in [u for u in open_units if u not in reachable]:
+            open_units.remove(unit)
+            blocked[unit] = _no_kernel(node, low, target)
+    return Choices(tuple(open_units), blocked, frozenset(allowed))
+
+
+def _blocked(node: ir.Node, unit: Unit, signed: Signature | None, low: FloatType) -> Decision | None:
+    if unit.dtype != ir.DataType.FLOAT:
+        return Decision.of_source(unit)
+    if unit.fixed is not None:
+        return Decision("fp32", _FIXED.get(unit.fixed, codes.UNTYPED), {"operator": operator_name(node)})
+    assert signed is not None
+    if node.op_type in QUANTIZATION:
+        return Decision("fp32", codes.QUANTIZATION, {"operator": node.op_type})
+    if (names := _SHAPE_OPERANDS.get(node.op_type)) and unit.reads and not unit.writes:
+        operands = [formal.name if (formal := signed.input(read.index)) else "" for read in unit.reads]
+        if any(name in names for name in operands):
+            return Decision("fp32", codes.SHAPE_OPERAND, {"operand": operands[0]})
+    variable = schema_variable(node, unit)
+    if (node.op_type, variable) in _STASHED:
+        return Decision("fp32", codes.LITERAL, {"operator": node.op_type})
+    if not signed.allows(variable, low.ir):
+        opset = opset_that_allows(node.domain, node.op_type, variable, low.ir)
+        evidence: dict[str, object] = {"operator": operator_name(node), "since": signed.since}
+        if opset is not None and opset > signed.since:
+            return Decision("fp32", codes.OPSET, {**evidence, "opset": opset})
+        return Decision("fp32", codes.SCHEMA, evidence)
+    return None
+
+
+def _supported(
+    node: ir.Node,
+    signed: Signature,
+    open_units: list[Unit],
+    chosen: frozenset[Unit],
+    low: FloatType,
+    target: TargetTable,
+) -> bool:
+    if node.op_type in CONTROL_FLOW:  # each output and state has a type of its own
+        return all(target.supports(node, signed, {schema_variable(node, unit): low.ir}) for unit in chosen)
+    types = {unit.variable: low.ir if unit in chosen else ir.DataType.FLOAT for unit in open_units}
+    return target.supports(node, signed, types)
+
+
+def _no_kernel(node: ir.Node, low: FloatType, target: TargetTable) -> Decision:
+    evidence: dict[str, object] = {"operator": operator_name(node), "target": target.name, "runtime": target.runtime}
+    if reason := target.reason(node, low.name):
+        evidence["reason"] = reason
+    return Decision("fp32", codes.NO_KERNEL, evidence)
+
+
+def schema_variable(node: ir.Node, unit: Unit) -> str:
+    """The type variable in the operator's schema; control flow calls all of its own `V`."""
+    return "V" if node.op_type in CONTROL_FLOW else unit.variable
+
+
+def operator_name(node: ir.Node) -> str:
+    """The operator with its domain where that is not ONNX's own."""
+    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+
+
+@functools.cache
+def opset_that_allows(domain: str, op_type: str, variable: str, dtype: ir.DataType) -> int | None:
+    """The first opset of `domain` in which `variable` may have `dtype`, or None."""
+    for opset in range(1, onnx.defs.onnx_opset_version() + 1):
+        signed = signature(domain, op_type, opset)
+        if signed is not None and variable in signed.types and signed.allows(variable, dtype):
+            return signed.since
+    return None

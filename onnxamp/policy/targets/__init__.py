@@ -1,0 +1,97 @@
+"""Which operators a target computes in which types, from shipped tables: the result never depends on the machine.
+
+`ort-cuda.json` and `ort-cpu.json` list the kernels of one release of ONNX Runtime (`benchmarks/target_tables.py` writes them). The
+other targets are the ONNX schemas less a short list of what is known to be missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxamp.model.signatures import Formal, Signature
+
+_NAMES = {
+    ir.DataType.FLOAT: "float",
+    ir.DataType.FLOAT16: "float16",
+    ir.DataType.BFLOAT16: "bfloat16",
+}
+# ONNX Runtime folds or removes these before it looks for a kernel.
+_WITHOUT_KERNEL = frozenset({"Constant"})
+
+
+class TargetTable:
+    """What one target computes.
+
+    A row of a kernel table serves the operator versions from `since` to `until`; one without `until` only the version that `since`
+    names, since a later version may mean something else. All type parameters must be found in the same row.
+    """
+
+    def __init__(self, name: str, content: dict[str, Any]) -> None:
+        self.name = name
+        self.runtime: str = content["runtime"]
+        self.tested: bool = content["tested"]
+        self._kernels: dict[str, list[tuple[int, int | None, dict[str, list[str]]]]] | None = content.get("kernels")
+        self._without: dict[str, dict[str, str]] = content.get("without", {})
+
+    def supports(self, node: ir.Node, signature: Signature, types: dict[str, ir.DataType]) -> bool:
+        """Whether the target computes `node` with the type variables bound to `types`; those not named keep the source's type."""
+        if self._kernels is None:
+            low = {_short(dtype) for dtype in types.values()}
+            return not any(node.op_type in self._without.get(dtype, {}) for dtype in low)
+        if node.op_type in _WITHOUT_KERNEL:
+            return True
+        bound = dict(_bound(node, signature))
+        bound.update({variable: _name(dtype) for variable, dtype in types.items()})
+        aliases = _aliases(signature)
+        for since, until, allowed in self._rows(node):
+            if (since <= signature.since <= until) if until is not None else since == signature.since:
+                for parameter, kinds in allowed.items():
+                    kind = bound.get(parameter) or bound.get(aliases.get(parameter, ""))
+                    if kind is not None and kind not in kinds:
+                        break
+                else:
+                    return True
+        return False
+
+    def reason(self, node: ir.Node, dtype: str) -> str | None:
+        """What a list of gaps says of `node` in `dtype`."""
+        return self._without.get(dtype, {}).get(node.op_type)
+
+    def _rows(self, node: ir.Node) -> list[tuple[int, int | None, dict[str, list[str]]]]:
+        assert self._kernels is not None
+        domain = "" if node.domain in ("", "ai.onnx") else f"{node.domain}::"
+        return self._kernels.get(domain + node.op_type, [])
+
+
+@functools.cache
+def table(name: str) -> TargetTable:
+    """The shipped table called `name`."""
+    text = importlib.resources.files("onnxamp.policy.targets").joinpath(f"{name}.json").read_text(encoding="utf-8")
+    return TargetTable(name, json.loads(text))
+
+
+def _name(dtype: ir.DataType) -> str:
+    return _NAMES.get(dtype) or dtype.name.lower()
+
+
+def _short(dtype: ir.DataType) -> str:
+    return {"FLOAT16": "fp16", "BFLOAT16": "bf16"}.get(dtype.name, "fp32")
+
+
+def _bound(node: ir.Node, signature: Signature) -> Iterator[tuple[str, str]]:
+    for operands, formal in ((node.inputs, signature.input), (node.outputs, signature.output)):
+        for index, value in enumerate(operands):
+            described: Formal | None = formal(index)
+            if value is not None and described is not None and value.dtype is not None:
+                yield described.variable, _name(value.dtype)
+
+
+def _aliases(signature: Signature) -> dict[str, str]:
+    """Kernels name a type parameter after the type variable, or after the operand."""
+    return {formal.name: formal.variable for formal in (*signature.outputs, *signature.inputs)}
