@@ -16,6 +16,10 @@ class FindingError(AmpError):
     exit_code = 1
 
 
+class DivergedError(FindingError):
+    """A training run cannot go on: its gradients are not finite whatever the loss scale."""
+
+
 class UsageError(AmpError):
     """The arguments contradict each other or name something that does not exist."""
 
