@@ -1,0 +1,126 @@
+"""Tensor data in blocks: reading, converting and writing weights of any size in bounded memory."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxamp.dtypes import FloatType
+from onnxamp.errors import ModelError
+
+BLOCK_BYTES = 16 << 20
+
+
+def byte_count(dtype: ir.DataType, dims: tuple[int, ...]) -> int:
+    """Bytes of a tensor of `dims`, sub-byte types packed; exact for dimensions of any size."""
+    return math.ceil(math.prod(dims) * dtype.bitwidth / 8)
+
+
+def blocks(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
+    """The elements of `tensor`, flat and in order, in arrays of at most 16 MiB.
+
+    External data are read with plain reads, so that the pages of the file do not add up in memory.
+
+    Raises:
+        ModelError: The file with the external data ended early or cannot be read.
+    """
+    if isinstance(tensor, ConvertedTensor):
+        for block in blocks(tensor.source):
+            yield tensor.convert(block)
+    elif isinstance(tensor, ir.ExternalTensor) and tensor.dtype.bitwidth >= 8:
+        dtype = tensor.dtype.numpy().newbyteorder("<")
+        left = tensor.size * dtype.itemsize
+        with open_external(tensor) as file:
+            file.seek(tensor.offset or 0)
+            while left:
+                data = file.read(min(left, BLOCK_BYTES))
+                if not data:
+                    raise ModelError(
+                        f"{tensor.path} ended before the data of tensor {tensor.name!r} did; restore the file."
+                    )
+                left -= len(data)
+                yield np.frombuffer(data, dtype)
+    else:
+        flat = tensor.numpy().reshape(-1)
+        step = max(1, BLOCK_BYTES // max(1, flat.itemsize))
+        for start in range(0, flat.size, step):
+            yield flat[start : start + step]
+
+
+def open_external(tensor: ir.ExternalTensor) -> Any:
+    """The open file of an external tensor.
+
+    Raises:
+        ModelError: It cannot be opened.
+    """
+    try:
+        return open(tensor.path, "rb")
+    except OSError as problem:
+        raise ModelError(
+            f"The data of tensor {tensor.name!r} cannot be read from {os.fspath(tensor.path)}: {problem.strerror}; "
+            "put the file back beside the model."
+        ) from None
+
+
+def byte_blocks(tensor: ir.TensorProtocol) -> Iterator[bytes]:
+    """The bytes of `tensor` as ONNX stores them, in pieces of at most 16 MiB."""
+    if tensor.dtype.bitwidth < 8:
+        yield tensor.tobytes()
+        return
+    for block in blocks(tensor):
+        little = block.dtype.newbyteorder("<")
+        yield np.ascontiguousarray(block.astype(little, copy=False)).tobytes()
+
+
+class ConvertedTensor(ir.LazyTensor):
+    """A float tensor in another precision, converted when it is read.
+
+    Rounds to nearest, ties to even; subnormal results and signed zeros are kept. The source is shared, not copied.
+
+    Args:
+        source: A float tensor.
+        kind: The precision wanted.
+        floor: Finite values below it become it (the clamp of a mask's constant), or None.
+    """
+
+    def __init__(self, source: ir.TensorProtocol, kind: FloatType, floor: float | None = None) -> None:
+        assert isinstance(source.shape, ir.Shape)
+        super().__init__(
+            lambda: ir.Tensor(self.convert(source.numpy()), dtype=kind.ir),
+            kind.ir,
+            source.shape,
+            name=source.name,
+            doc_string=source.doc_string,
+            metadata_props=dict(source.metadata_props),
+        )
+        self.source = source
+        self.kind = kind
+        self.floor = floor
+
+    def convert(self, array: np.ndarray) -> np.ndarray:
+        """`array` in this tensor's precision."""
+        if self.floor is not None:
+            array = np.where(np.isfinite(array) & (array < self.floor), np.asarray(self.floor, array.dtype), array)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            return array.astype(self.kind.numpy)
+
+    def tobytes(self) -> bytes:
+        """The bytes as ONNX stores them."""
+        return b"".join(byte_blocks(self))
+
+    def tofile(self, file: Any) -> None:
+        """Write the bytes block by block."""
+        for block in byte_blocks(self):
+            file.write(block)
+
+
+def is_external(tensor: ir.TensorProtocol | None) -> bool:
+    """Whether the data lie (or lay, before a conversion) in a file of their own."""
+    while isinstance(tensor, ConvertedTensor):
+        tensor = tensor.source
+    return isinstance(tensor, ir.ExternalTensor)
