@@ -109,7 +109,7 @@ def open_session(model: Model, config: SessionConfig | None = None) -> Any:
         ort.preload_dlls()  # finds the CUDA libraries that pip installed
     providers = [(names[0], dict(config.provider_options)), *names[1:]]
     with tempfile.TemporaryDirectory(prefix="onnxamp-", ignore_cleanup_errors=True) as folder:
-        source = _loadable(model, folder)
+        source = loadable(model, folder)
         try:
             # No fallback: it would print to stdout and take the CPU instead.
             session = ort.InferenceSession(source, session_options(config), providers=providers, enable_fallback=0)
@@ -163,7 +163,7 @@ def run(session: Any, feeds: Mapping[str, Any], outputs: Sequence[str] | None = 
     return dict(zip(wanted, results, strict=True))
 
 
-def _loadable(model: Model, folder: str) -> str | bytes:
+def loadable(model: Model, folder: str) -> str | bytes:
     """What the runtime can load: a path, or bytes that hold everything."""
     if isinstance(model, bytes):
         return model
@@ -182,7 +182,10 @@ def _loadable(model: Model, folder: str) -> str | bytes:
         data: bytes = ir.to_proto(model).SerializeToString()
         return data
     path = os.path.join(folder, "model.onnx")
-    ir.save(model, path, external_data="model.data")
+    try:
+        ir.save(model, path, external_data="model.data")
+    except (OSError, ValueError) as problem:
+        raise ModelError(f"The weights of the model cannot be read: {_sentence(problem)}.") from problem
     return path
 
 

@@ -1,0 +1,232 @@
+"""Sessions, providers and the worker process."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import types
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import helper, numpy_helper, parser
+
+from onnxamp.errors import AmpError, DataError, ModelError, RuntimeMissingError, UnsupportedError, UsageError
+from onnxamp.ort import providers, session, worker
+from onnxamp.ort.session import SessionConfig, open_session, run, session_options
+
+
+def proto(text: str) -> onnx.ModelProto:
+    return parser.parse_model(f'<ir_version: 10, opset_import: ["": 20]> {text}')
+
+
+DOUBLE = "g (float[N] x) => (float[N] y) { y = Add(x, x) }"
+
+
+@pytest.mark.parametrize("form", ["path", "str", "bytes", "proto", "ir"])
+def test_every_form_of_a_model(form: str, tmp_path: pathlib.Path) -> None:
+    model = proto(DOUBLE)
+    path = tmp_path / "m.onnx"
+    onnx.save(model, path)
+    forms = {"path": path, "str": str(path), "bytes": path.read_bytes(), "proto": model, "ir": ir.from_proto(model)}
+    got = run(open_session(forms[form], SessionConfig(provider="cpu")), {"x": np.array([1.5], np.float32)})
+    np.testing.assert_array_equal(got["y"], [3])
+
+
+def test_external_data(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ir.Model whose weights lie in a file, and one that is too large to travel in one message."""
+    weight = numpy_helper.from_array(np.arange(400, dtype=np.float32), "w")
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", 1, [400])],
+        [helper.make_tensor_value_info("y", 1, [400])],
+        [weight],
+    )
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
+    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
+    feeds = {"x": np.ones(400, np.float32)}
+    external = run(open_session(ir.load(tmp_path / "m.onnx")), feeds)["y"]
+    monkeypatch.setattr(session, "_INLINE_LIMIT", 100)
+    large = run(open_session(onnx.load(tmp_path / "m.onnx")), feeds)["y"]
+    np.testing.assert_array_equal(external, np.arange(400) + 1)
+    np.testing.assert_array_equal(large, np.arange(400) + 1)
+    (tmp_path / "m.data").unlink()
+    with pytest.raises(ModelError, match=r"m\.data"):
+        open_session(ir.load(tmp_path / "m.onnx"))
+
+
+def test_bfloat16_on_both_sides() -> None:
+    model = proto("g (bfloat16[2,N] x, float[M] z) => (bfloat16[2,N] y, float[M] w, bfloat16[A] e) "
+                  "{ y = Identity(x)  w = Relu(z)  s = Constant <value_ints = [-1]> ()  e = Reshape(x, s) }")  # fmt: skip
+    x = np.array([[1, 2, 3], [np.inf, np.nan, -0.0]]).astype(ml_dtypes.bfloat16)
+    got = run(open_session(model), {"x": x[:, ::-1], "z": -np.ones(3, np.float32)})
+    assert got["y"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(got["y"].view(np.uint16), x[:, ::-1].view(np.uint16))
+    empty = run(open_session(model), {"x": x[:, :0], "z": np.ones(0, np.float32)}, ["e"])
+    assert list(empty) == ["e"]
+    assert empty["e"].shape == (0,)
+
+
+ERRORS = {
+    "missing file": (lambda: open_session("/no/such.onnx"), ModelError, "No such model file"),
+    "not protobuf": (lambda: open_session(b"no model"), ModelError, "cannot load"),
+    "invalid graph": (lambda: open_session(proto("g (float[N] x) => (float[N] y) { y = Relu(q) }")), ModelError, "'q'"),
+    "no kernel": (
+        lambda: open_session(proto("g (bfloat16[N] x) => (bfloat16[N] y) { y = Relu(x) }")),
+        UnsupportedError,
+        "Relu",
+    ),
+    "no such provider": (lambda: providers.provider_list("cudda"), UsageError, "'cudda'"),
+    "optimization": (lambda: session_options(SessionConfig(optimization="most")), UsageError, "'most'"),
+    "missing input": (lambda: run(open_session(proto(DOUBLE)), {}), DataError, "missing ['x']"),
+    "unknown input": (lambda: run(open_session(proto(DOUBLE)), {"x": 1, "q": 2}), DataError, "unknown ['q']"),
+    "wrong type": (lambda: run(open_session(proto(DOUBLE)), {"x": np.ones(2)}), DataError, "double"),
+    "wrong rank": (lambda: run(open_session(proto(DOUBLE)), {"x": np.ones((2, 2), np.float32)}), DataError, "rank"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_are_one_sentence(case: str, capfd: pytest.CaptureFixture[str]) -> None:
+    action, kind, text = ERRORS[case]
+    with pytest.raises(kind) as raised:
+        action()
+    assert text in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_options_reach_the_runtime() -> None:
+    options = session_options(
+        SessionConfig(
+            optimization="basic",
+            threads=3,
+            memory_pattern=False,
+            deterministic=True,
+            config={"session.disable_prepacking": "1"},
+        )
+    )
+    assert options.graph_optimization_level.name == "ORT_ENABLE_BASIC"
+    assert options.intra_op_num_threads == 3
+    assert not options.enable_mem_pattern
+    assert options.use_deterministic_compute
+    assert options.get_session_config_entry("session.disable_prepacking") == "1"
+
+
+def fake_runtime(built: list[str], got: list[str]) -> types.SimpleNamespace:
+    """A runtime that was built with some providers and whose sessions get others."""
+
+    class Session:
+        def __init__(self, source: object, options: object, providers: object, enable_fallback: int) -> None:
+            assert enable_fallback == 0
+
+        def get_providers(self) -> list[str]:
+            return got
+
+        def disable_fallback(self) -> None:
+            pass
+
+    import onnxruntime
+
+    return types.SimpleNamespace(
+        InferenceSession=Session,
+        SessionOptions=onnxruntime.SessionOptions,
+        GraphOptimizationLevel=onnxruntime.GraphOptimizationLevel,
+        get_available_providers=lambda: built,
+    )
+
+
+def test_asking_for_cuda_and_getting_the_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    cuda, cpu = providers.PROVIDERS["cuda"], providers.PROVIDERS["cpu"]
+    monkeypatch.setitem(sys.modules, "onnxruntime", fake_runtime([cuda, cpu], [cpu]))
+    for name in ("cuda", cuda):
+        with pytest.raises(RuntimeMissingError, match="cuda does not load here"):
+            open_session(b"", SessionConfig(provider=name))
+    assert not caplog.records
+    open_session(b"", SessionConfig(provider="auto"))
+    assert "cuda does not load here" in caplog.text
+    monkeypatch.setitem(sys.modules, "onnxruntime", fake_runtime([cuda, cpu], [cuda, cpu]))
+    caplog.clear()
+    open_session(b"", SessionConfig(provider="cuda"))
+    assert not caplog.records
+
+
+LISTS = [
+    (["cuda", "cpu"], "auto", ["cuda", "cpu"]),
+    (["tensorrt", "cuda", "cpu"], "auto", ["cuda", "cpu"]),
+    (["tensorrt", "cuda", "cpu"], "tensorrt", ["tensorrt", "cuda", "cpu"]),
+    (["openvino", "cpu"], "auto", ["cpu"]),
+    (["openvino", "cpu"], "openvino", ["openvino", "cpu"]),
+    (["cann", "cpu"], "auto", ["cann", "cpu"]),
+    (["cuda", "cpu"], "cpu", ["cpu"]),
+]
+
+
+@pytest.mark.parametrize(("built", "asked", "want"), LISTS)
+def test_provider_lists(built: list[str], asked: str, want: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", fake_runtime([providers.PROVIDERS[n] for n in built], []))
+    assert [providers.short_name(full) for full in providers.provider_list(asked)] == want
+
+
+def test_no_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(RuntimeMissingError, match=r"onnxamp\[cpu\]"):
+        open_session(b"")
+    monkeypatch.setitem(sys.modules, "onnxruntime", types.ModuleType("onnxruntime"))
+    with pytest.raises(RuntimeMissingError, match="broken"):
+        open_session(b"")
+
+
+def test_worker_runs_reports_and_survives() -> None:
+    x = np.array([1.5, 2], np.float32)
+    with worker.Worker() as ours:
+        good = ours.run(proto(DOUBLE), [{"x": x}, {"x": x[:1]}])
+        np.testing.assert_array_equal(good.results[0]["y"], x + x)
+        np.testing.assert_array_equal(good.results[1]["y"], [3])
+        assert not good.error
+        assert not good.note
+        first = ours._running().pid
+        bad = ours.run(proto("g (bfloat16[N] x) => (bfloat16[N] y) { y = Relu(x) }"))
+        assert "Relu" in bad.error
+        assert not bad.crashed
+        half = np.array([1, 2]).astype(ml_dtypes.bfloat16)
+        same = ours.run(proto("g (bfloat16[N] x) => (bfloat16[N] y) { y = Identity(x) }"), [{"x": half}])
+        assert same.results[0]["y"].dtype == ml_dtypes.bfloat16
+        assert ours._running().pid == first  # an error is no crash
+        process = ours._running()
+    assert process.poll() is not None
+
+
+def test_worker_restarts_after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's process dies in sessions at the default level; the same request works one level below."""
+    crash = (
+        "import json, os, signal, sys; sys.path[:] = json.loads(sys.argv[1]); from onnxamp.ort import worker\n"
+        "real = worker.open_session\n"
+        "def fatal(source, config):\n"
+        "    if config.optimization in LEVELS: os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "    return real(source, config)\n"
+        "worker.open_session = fatal\n"
+        "worker.serve()"
+    )
+    monkeypatch.setattr(worker, "_BOOT", crash.replace("LEVELS", "('all',)"))
+    x = np.array([2], np.float32)
+    with worker.Worker() as ours:
+        answer = ours.run(proto(DOUBLE), [{"x": x}])
+        np.testing.assert_array_equal(answer.results[0]["y"], [4])
+        assert answer.crashed
+        assert "SIGSEGV" in answer.note
+        assert "extended" in answer.note
+    monkeypatch.setattr(worker, "_BOOT", crash.replace("LEVELS", "('all', 'extended')"))
+    with worker.Worker() as ours:
+        answer = ours.run(proto(DOUBLE), [{"x": x}])
+        assert answer.crashed
+        assert "SIGSEGV" in answer.error
+        assert not answer.results
+        assert ours.run(proto(DOUBLE), [{"x": x}], SessionConfig(provider="cpu", optimization="basic")).results
+
+
+def test_only_errors_of_ours(tmp_path: pathlib.Path) -> None:
+    with worker.Worker() as ours, pytest.raises(AmpError):
+        ours.run(tmp_path / "missing.onnx")
