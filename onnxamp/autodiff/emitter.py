@@ -1,0 +1,249 @@
+"""Appends nodes to a graph: types, names, constants, and no node twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxamp.errors import UnsupportedError
+from onnxamp.model.incremental import IncrementalInference
+
+Operand = ir.Value | np.ndarray | float | int | Sequence[int] | None
+
+FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE})
+
+# Operators that run in FP32 between Casts because ONNX Runtime's CUDA provider has no kernel in the low type (1.31).
+_FP32_FOR_FLOAT16 = frozenset({"GridSample", "Range", "EyeLike"})
+_FP32_FOR_BFLOAT16 = _FP32_FOR_FLOAT16 | frozenset(
+    ["Ceil", "Clip", "ConvTranspose", "CumSum", "DepthToSpace", "Einsum", "Equal", "Floor", "GlobalAveragePool", "Greater", "GreaterOrEqual", "IsInf", "Less", "LessOrEqual", "Log", "LogSoftmax", "LRN", "MaxPool", "NonZero", "OneHot", "Pad", "Reciprocal", "ReduceL2", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "Resize", "Round", "SpaceToDepth", "TopK"]
+)
+_FP32_FOR_BFLOAT16_BELOW_22 = _FP32_FOR_BFLOAT16 | frozenset({"AveragePool", "Conv", "Cos", "Sin", "Softplus"})
+
+_BOOLEAN = frozenset(["Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "And", "Or", "Xor", "IsNaN", "IsInf"])
+_INT64 = frozenset(["Shape", "Size", "NonZero", "ArgMax", "ArgMin"])
+_UNREPEATABLE = frozenset(["RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"])
+
+
+class Emitter:
+    """Appends standard operators to a graph: ``op.Mul(a, b)`` appends a Mul and gives its output.
+
+    1. Numbers and lists among the inputs become constants: floats take the type of the first tensor operand, integers
+       stay int64 where the operator asks for shapes, axes or indices.
+    2. A node that exists already (same operator, inputs and attributes, forward nodes included) is reused.
+    3. An operator that has no 16-bit kernel is computed in FP32 between two Casts.
+    4. Types and symbolic shapes of outputs are inferred at once.
+
+    Args:
+        graph: The graph that the nodes are appended to; typed, with opset 13 or later.
+        opset_imports: Opsets of the model, when `graph` does not carry them itself.
+    """
+
+    def __init__(self, graph: ir.Graph, opset_imports: dict[str, int] | None = None) -> None:
+        self.graph = graph
+        self.opsets = dict(opset_imports or graph.opset_imports)
+        self.opset = self.opsets.get("", self.opsets.get("ai.onnx", 0))
+        if self.opset < 13:
+            raise UnsupportedError(f"Gradients need opset 13 or later and the model has {self.opset}: raise its opset.")
+        self.emitted: dict[ir.Node, None] = {}
+        self._inference = IncrementalInference(self.opsets)
+        self._inference.reserve(graph)
+        self._names = {value.name for value in graph.inputs} | set(graph.initializers)
+        self._node_names: set[str | None] = set()
+        self._known: dict[object, tuple[ir.Value, ...]] = {}
+        self._constants: dict[object, ir.Value] = {}
+        for node in graph.all_nodes():
+            self._names.update(value.name for value in node.outputs)
+            self._node_names.add(node.name)
+            for body in node.attributes.values():
+                if body.type == ir.AttributeType.GRAPH:
+                    self._names.update(value.name for value in body.as_graph().inputs)
+                    self._names.update(body.as_graph().initializers)
+        for node in graph:
+            key = _key(node)
+            if key is not None:
+                self._known.setdefault(key, tuple(node.outputs))
+        self._claimed: set[ir.Value] = set()
+        self._prefix = "grad"
+        self._metadata: dict[str, str] = {}
+
+    def __getattr__(self, op_type: str) -> Callable[..., ir.Value]:
+        if not op_type[:1].isupper():
+            raise AttributeError(op_type)
+
+        def emit(*inputs: Operand, **attributes: Any) -> ir.Value:
+            return self.emit(op_type, inputs, attributes)[0]
+
+        return emit
+
+    def enter(self, node: ir.Node | None) -> None:
+        """Name and mark what follows after the forward node `node`."""
+        if node is None:
+            self._prefix, self._metadata = "grad", {}
+            return
+        name = node.name or node.outputs[0].name or node.op_type
+        self._prefix = f"grad/{name}"
+        self._metadata = {"onnxamp.backward": name}
+        for key in ("onnxamp.precision", "onnxamp.code"):
+            if key in node.metadata_props:
+                self._metadata[key] = node.metadata_props[key]
+
+    def emit(
+        self,
+        op_type: str,
+        inputs: Sequence[Operand],
+        attributes: dict[str, Any] | None = None,
+        *,
+        outputs: int = 1,
+        domain: str = "",
+    ) -> tuple[ir.Value, ...]:
+        """Append one node, or find it; returns its outputs."""
+        first = next((value for value in inputs if isinstance(value, ir.Value)), None)
+        floats = next((v.dtype for v in inputs if isinstance(v, ir.Value) and v.dtype in FLOATS), None)
+        values = [self._operand(value, first) for value in inputs]
+        if domain == "" and floats is not None and op_type in self._fp32_only(floats):
+            low = floats
+            values = [self.cast(v, ir.DataType.FLOAT) if v is not None and v.dtype == low else v for v in values]
+            results = self._append(op_type, values, attributes, outputs, domain)
+            return tuple(self.cast(v, low) if v.dtype == ir.DataType.FLOAT else v for v in results)
+        return self._append(op_type, values, attributes, outputs, domain)
+
+    def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """`value` as `dtype`: itself when it is, the source of an exact widening Cast when that is what is wanted."""
+        if value.dtype == dtype:
+            return value
+        producer = value.producer()
+        if producer is not None and producer.op_type == "Cast" and producer.domain == "":
+            source = producer.inputs[0]
+            if source is not None and source.dtype == dtype and value.dtype == ir.DataType.FLOAT:
+                return source  # low → fp32 → low is exact
+        return self._append("Cast", [value], {"to": dtype}, 1, "")[0]
+
+    def constant(self, array: np.ndarray, name: str = "const") -> ir.Value:
+        """An initializer that holds `array`; equal ones are shared."""
+        array = np.ascontiguousarray(array).reshape(np.shape(array))
+        key = (array.dtype.str, array.dtype.name, array.shape, array.tobytes())
+        if key not in self._constants:
+            text = "_".join(str(item) for item in array.reshape(-1)[:6].tolist()) if array.size <= 6 else "table"
+            tensor = ir.tensor(array)
+            value = ir.Value(
+                name=self.unique(f"grad/{name}/{text or 'empty'}"),
+                type=ir.TensorType(tensor.dtype),
+                shape=ir.Shape(array.shape),
+                const_value=tensor,
+            )
+            tensor.name = value.name
+            self.graph.register_initializer(value)
+            self._constants[key] = value
+        return self._constants[key]
+
+    def scalar(self, number: float, dtype: ir.DataType | None) -> ir.Value:
+        """A scalar constant of the given type."""
+        if dtype is None:
+            raise UnsupportedError(f"The type of an operand of {self._prefix[5:]!r} is unknown.")
+        return self.constant(np.asarray(number, dtype=dtype.numpy()))
+
+    def unique(self, name: str) -> str:
+        """`name`, or `name` with the first number that makes it unique in the graph."""
+        candidate, count = name, 1
+        while candidate in self._names:
+            count += 1
+            candidate = f"{name}_{count}"
+        self._names.add(candidate)
+        return candidate
+
+    def claim(self, value: ir.Value, name: str) -> None:
+        """Give an emitted value its final name; the first claim counts."""
+        if value not in self._claimed:
+            self._claimed.add(value)
+            self._names.discard(value.name)
+            value.name = self.unique(name)
+
+    def _operand(self, value: Operand, first: ir.Value | None) -> ir.Value | None:
+        if value is None or isinstance(value, ir.Value):
+            return value
+        if isinstance(value, np.ndarray):
+            return self.constant(value)
+        if isinstance(value, (list, tuple)):
+            return self.constant(np.asarray(value, np.int64))
+        return self.scalar(float(value), None if first is None else first.dtype)  # type: ignore[arg-type]
+
+    def _fp32_only(self, dtype: ir.DataType) -> frozenset[str]:
+        if dtype == ir.DataType.FLOAT16:
+            return _FP32_FOR_FLOAT16
+        if dtype == ir.DataType.BFLOAT16:
+            return _FP32_FOR_BFLOAT16 if self.opset >= 22 else _FP32_FOR_BFLOAT16_BELOW_22
+        return frozenset()
+
+    def _append(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: dict[str, Any] | None,
+        outputs: int,
+        domain: str,
+    ) -> tuple[ir.Value, ...]:
+        inputs = list(inputs)
+        while inputs and inputs[-1] is None:
+            inputs.pop()
+        node = ir.node(op_type, inputs, attributes or None, num_outputs=outputs, domain=domain)
+        key = _key(node)
+        if key is not None and key in self._known:
+            for position in range(len(inputs)):
+                node.replace_input_with(position, None)
+            return self._known[key]
+        node.name = f"{self._prefix}/{op_type}"
+        count = 1
+        while node.name in self._node_names:
+            count += 1
+            node.name = f"{self._prefix}/{op_type}_{count}"
+        self._node_names.add(node.name)
+        node.metadata_props.update(self._metadata)
+        for index, value in enumerate(node.outputs):
+            value.name = self.unique(node.name if index == 0 else f"{node.name}/{index}")
+        self._type(node)
+        self._inference.infer(node)
+        self.graph.append(node)
+        self.emitted[node] = None
+        if key is not None:
+            self._known[key] = tuple(node.outputs)
+        return tuple(node.outputs)
+
+    def _type(self, node: ir.Node) -> None:
+        """The types of what we emit follow from a few facts; inference confirms them and adds the shapes."""
+        if node.op_type == "Cast":
+            dtype = ir.DataType(node.attributes["to"].as_int())
+        elif node.op_type in _BOOLEAN:
+            dtype = ir.DataType.BOOL
+        elif node.op_type in _INT64:
+            dtype = ir.DataType.INT64
+        else:
+            source = node.inputs[1 if node.op_type == "Where" else 0] if node.inputs else None
+            if source is None or source.dtype is None or node.op_type in ("ConstantOfShape", "OneHot"):
+                return
+            dtype = source.dtype
+        node.outputs[0].type = ir.TensorType(dtype)
+
+
+def _key(node: ir.Node) -> object | None:
+    """What makes two nodes the same computation, or None where that cannot be said."""
+    if node.op_type in _UNREPEATABLE or (node.op_type == "Dropout" and len(node.inputs) > 2):
+        return None
+    attributes = []
+    for name, attr in sorted(node.attributes.items()):
+        if attr.is_ref() or attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS, ir.AttributeType.TENSORS):
+            return None
+        if attr.type == ir.AttributeType.TENSOR:
+            tensor = attr.as_tensor()
+            if tensor.size > 64:
+                return None
+            content: object = (tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes())
+        elif isinstance(attr.value, (list, tuple)):
+            content = tuple(attr.value)
+        else:
+            content = attr.value
+        attributes.append((name, content))
+    inputs = tuple(None if value is None else id(value) for value in node.inputs)
+    return (node.domain, node.op_type, node.overload, inputs, len(node.outputs), tuple(attributes))

@@ -1,0 +1,202 @@
+"""The reverse walk: from gradients of some values to gradients of others, as nodes appended to the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import onnx_ir as ir
+
+from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.emitter import FLOATS
+from onnxamp.autodiff.registry import rule_of, stops
+from onnxamp.errors import InternalError, UnsupportedError
+
+
+def backward(
+    graph: ir.Graph,
+    seeds: Mapping[ir.Value, ir.Value],
+    wrt: Sequence[ir.Value],
+    *,
+    opset_imports: dict[str, int] | None = None,
+) -> dict[ir.Value, ir.Value]:
+    """Append to `graph` the nodes that compute the gradients of `wrt`.
+
+    With y the keys of `seeds` and s their values, the result holds Σ_y (∂y/∂x)ᵀ s for each x of `wrt` that reaches a y.
+
+    1. Only nodes between `wrt` and the keys of `seeds` are differentiated; the others may be any operators.
+    2. A gradient has the type and shape of its value. Its nodes run in the type of their forward node; an operator
+       without a 16-bit kernel or schema is computed in FP32 between Casts; the gradient of a Cast is a Cast.
+    3. Backward nodes carry the metadata `onnxamp.backward` (name of the forward node) and inherit `onnxamp.precision`
+       and `onnxamp.code`. The gradient of value ``v`` is called ``grad/v`` where the name is free.
+    4. Forward values are reused and no node is emitted twice, so two values may share one gradient value.
+
+    Args:
+        graph: Typed graph in topological order, functions inlined, opset 13 or later.
+        seeds: Gradient of some scalar with respect to values of `graph`, each of its value's type and shape.
+        wrt: Values of `graph`: inputs, initializers or intermediate ones.
+        opset_imports: Opsets, when `graph` does not carry them.
+
+    Returns:
+        The gradient of each of `wrt`; values that receive none are absent.
+
+    Raises:
+        UnsupportedError: Operators on the way without a rule (all of them, with node names), or an unknown shape that
+            a gradient needs.
+    """
+    nodes = list(graph)
+    order = differentiable_path(nodes, seeds, wrt)
+    missing = [node for node in order if rule_of(node) is None]
+    if missing:
+        raise UnsupportedError(describe_missing(missing))
+    active = _active(nodes, wrt)
+    op = Builder(graph, opset_imports)
+    pending: dict[ir.Value, list[ir.Value]] = {value: [seed] for value, seed in seeds.items()}
+    done: dict[ir.Value, ir.Value] = {}
+    for node in reversed(order):
+        gradients = [_total(op, value, pending, done) for value in node.outputs]
+        if all(g is None for g in gradients):
+            continue
+        op.enter(node)
+        for position, g in _differentiate(op, node, gradients, active).items():
+            value = node.inputs[position]
+            assert value is not None
+            pending.setdefault(value, []).append(g)
+    result = {}
+    for value in wrt:
+        op.enter(value.producer())
+        total = _total(op, value, pending, done)
+        if total is not None:
+            result[value] = total
+    _prune(graph, op.emitted, result.values())
+    return result
+
+
+def differentiable_path(
+    nodes: Sequence[ir.Node], targets: Iterable[ir.Value], wrt: Iterable[ir.Value]
+) -> list[ir.Node]:
+    """The nodes, in order, through which a change of `wrt` reaches `targets` with a derivative that is not zero."""
+    active = _active(nodes, wrt)
+    useful = set(targets)
+    path = []
+    for node in reversed(nodes):
+        if not any(value in useful and value in active for value in node.outputs):
+            continue
+        entries = [value for value in _entries(node) if value in active]
+        if entries:
+            path.append(node)
+            useful.update(entries)
+    return path[::-1]
+
+
+def describe_missing(nodes: Sequence[ir.Node]) -> str:
+    """One sentence that lists operators without a gradient and the nodes that use them."""
+    by_operator: dict[str, list[str]] = {}
+    for node in nodes:
+        operator = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+        by_operator.setdefault(operator, []).append(node.name or str(node.outputs[0].name))
+    parts = []
+    for operator, names in sorted(by_operator.items()):
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        parts.append(f"{operator} ({shown})")
+    return (
+        f"No gradient rule for {'; '.join(parts)}: freeze what lies before these nodes, or register a rule with "
+        "onnxamp.autodiff.gradient."
+    )
+
+
+def _entries(node: ir.Node) -> list[ir.Value]:
+    """The float values that `node` reads and that its rule can differentiate, those that its bodies capture included."""
+    if stops(node):
+        return []
+    rule = rule_of(node)
+    allowed = None if rule is None else rule.inputs
+    values = [
+        value
+        for position, value in enumerate(node.inputs)
+        if value is not None and value.dtype in FLOATS and (allowed is None or position in allowed)
+    ]
+    return values + [value for value in captured(node) if value.dtype in FLOATS]
+
+
+def captured(node: ir.Node) -> list[ir.Value]:
+    """Values of outer graphs that the bodies of `node` read, in order of first use."""
+    found: dict[ir.Value, None] = {}
+    for attr in node.attributes.values():
+        if attr.type != ir.AttributeType.GRAPH:
+            continue
+        body = attr.as_graph()
+        own = set(body.inputs) | set(body.initializers.values())
+        for inner in body.all_nodes():
+            own.update(inner.outputs)
+            for deep in inner.attributes.values():
+                if deep.type == ir.AttributeType.GRAPH:
+                    own.update(deep.as_graph().inputs)
+                    own.update(deep.as_graph().initializers.values())
+        for inner in body.all_nodes():
+            found.update(dict.fromkeys(value for value in inner.inputs if value is not None and value not in own))
+        found.update(dict.fromkeys(value for value in body.outputs if value not in own))
+    return list(found)
+
+
+def _active(nodes: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> set[ir.Value]:
+    active = set(wrt)
+    for node in nodes:
+        if any(value in active for value in _entries(node)):
+            active.update(value for value in node.outputs if value.dtype in FLOATS or value.dtype is None)
+    return active
+
+
+def _differentiate(
+    op: Builder, node: ir.Node, gradients: list[ir.Value | None], active: set[ir.Value]
+) -> dict[int, ir.Value]:
+    """Gradient of each active input position of one node, in the input's type and shape."""
+    rule = rule_of(node)
+    assert rule is not None
+    entries = set(_entries(node))
+    op.wanted = frozenset(
+        position
+        for position, value in enumerate(node.inputs)
+        if value is not None and value in active and value in entries and (not rule.inputs or position in rule.inputs)
+    )
+    results = rule.function(op, node, *gradients)
+    if any(g is not None for g in results[len(node.inputs) :]):
+        raise InternalError(f"The gradient rule of {node.op_type} gave {len(results)} gradients for {node.name!r}.")
+    found = {}
+    for position, g in enumerate(results):
+        if g is None or position not in op.wanted:
+            continue
+        value = node.inputs[position]
+        assert value is not None
+        if rule.broadcast:
+            g = op.unbroadcast(g, value, node.inputs)
+        assert value.dtype is not None
+        found[position] = op.cast(g, value.dtype)
+    return found
+
+
+def _total(
+    op: Builder, value: ir.Value, pending: dict[ir.Value, list[ir.Value]], done: dict[ir.Value, ir.Value]
+) -> ir.Value | None:
+    """The sum of all contributions to the gradient of `value`, named after it."""
+    if value in done:
+        return done[value]
+    parts = pending.pop(value, None)
+    if not parts:
+        return None
+    op.enter(value.producer())
+    total = parts[0] if len(parts) == 1 else op.Sum(*parts) if len(parts) > 2 else op.Add(*parts)
+    producer = total.producer()
+    if producer is not None and producer in op.emitted:
+        if value.shape is not None:
+            total.shape = value.shape
+        op.claim(total, f"grad/{value.name}")
+    done[value] = total
+    return total
+
+
+def _prune(graph: ir.Graph, emitted: Iterable[ir.Node], keep: Iterable[ir.Value]) -> None:
+    """Remove emitted nodes that nothing uses."""
+    needed = set(keep)
+    for node in reversed(list(emitted)):
+        if not any(value in needed or value.uses() or value.is_graph_output() for value in node.outputs):
+            graph.remove(node, safe=True)

@@ -1,0 +1,149 @@
+"""Gradients of reductions and of cumulative sums."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.registry import Gradients, gradient
+
+
+class _Reduction:
+    """A Reduce* node with its gradient and result brought back to the rank of the input."""
+
+    def __init__(self, op: Builder, node: ir.Node, g: ir.Value) -> None:
+        source = node.inputs[0]
+        assert source is not None
+        self.op = op
+        self.x = source
+        self.axes = op.reduced_axes(node)
+        self._node = node
+        self.keepdims = bool(node.attributes.get_int("keepdims", 1))
+        self.g = self.restore(g)
+
+    def restore(self, value: ir.Value) -> ir.Value:
+        """`value`, of the shape of the output, with size-1 dimensions where the input was reduced."""
+        if self.keepdims or self.axes == []:
+            return value
+        if self.axes is None:
+            axes = self._node.inputs[1]
+            assert axes is not None
+            return self.op.Unsqueeze(value, axes)
+        return self.op.Unsqueeze(value, self.axes)
+
+    @property
+    def y(self) -> ir.Value:
+        """The result of the reduction, restored."""
+        return self.restore(self._node.outputs[0])
+
+
+@gradient("ReduceSum", inputs=(0,))
+def reduce_sum(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """d(Σx): every element receives g."""
+    r = _Reduction(op, node, g)
+    return [op.expand(r.g, r.x)]
+
+
+@gradient("ReduceMean", inputs=(0,))
+def reduce_mean(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """d(mean x): every one of n elements receives g / n."""
+    r = _Reduction(op, node, g)
+    if r.axes is None:
+        ones = op.expand(op.scalar(1.0, r.x.dtype), r.x)
+        count = op.emit("ReduceSum", [ones, node.inputs[1]], {"keepdims": 1})[0]
+        return [op.expand(op.Div(r.g, count), r.x)]
+    return [op.expand(op.divide(r.g, op.count(r.x, r.axes)), r.x)]
+
+
+@gradient("ReduceSumSquare", inputs=(0,))
+def reduce_sum_square(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """d(Σx²) = 2x·dx."""
+    r = _Reduction(op, node, g)
+    return [op.Mul(op.Mul(r.x, 2.0), r.g)]
+
+
+@gradient("ReduceL1", inputs=(0,))
+def reduce_l1(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """d(Σ|x|) = sign(x)·dx."""
+    r = _Reduction(op, node, g)
+    return [op.Mul(op.Sign(r.x), r.g)]
+
+
+@gradient("ReduceL2", inputs=(0,))
+def reduce_l2(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """d‖x‖ = x/‖x‖·dx, and 0 where ‖x‖ = 0."""
+    r = _Reduction(op, node, g)
+    norm = r.y
+    zero = op.Equal(norm, 0.0)
+    safe = op.Where(zero, op.scalar(1.0, norm.dtype), norm)
+    return [op.Mul(r.x, op.Div(r.g, safe))]
+
+
+@gradient("ReduceLogSum", inputs=(0,))
+def reduce_log_sum(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """d(ln Σx) = dx / Σx."""
+    r = _Reduction(op, node, g)
+    return [op.expand(op.Div(r.g, op.Exp(r.y)), r.x)]
+
+
+@gradient("ReduceLogSumExp", inputs=(0,))
+def reduce_log_sum_exp(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """d(ln Σeˣ) = eˣ⁻ʸ·dx."""
+    r = _Reduction(op, node, g)
+    return [op.Mul(op.Exp(op.Sub(r.x, r.y)), r.g)]
+
+
+@gradient("ReduceMax", inputs=(0,))
+def reduce_max(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """The elements that equal the maximum share the gradient evenly."""
+    return _reduce_extremum(op, node, g)
+
+
+@gradient("ReduceMin", inputs=(0,))
+def reduce_min(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """The elements that equal the minimum share the gradient evenly."""
+    return _reduce_extremum(op, node, g)
+
+
+def _reduce_extremum(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    r = _Reduction(op, node, g)
+    hits = op.cast(op.Equal(r.x, r.y), _dtype(r.x))
+    axes = node.inputs[1] if r.axes is None else sorted(r.axes)
+    number = op.emit("ReduceSum", [hits, axes], {"keepdims": 1})[0] if axes else hits
+    return [op.Mul(hits, op.Div(r.g, number))]
+
+
+@gradient("ReduceProd", inputs=(0,))
+def reduce_prod(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """d(Πx) = (product of the other elements)·dx, exact where one or several elements are 0.
+
+    Without zeros it is y/x; the other products where exactly one element is 0 are taken with that element as 1.
+    """
+    r = _Reduction(op, node, g)
+    one, zero = op.scalar(1.0, r.x.dtype), op.scalar(0.0, r.x.dtype)
+    is_zero = op.Equal(r.x, 0.0)
+    filled = op.Where(is_zero, one, r.x)
+    axes = node.inputs[1] if r.axes is None else sorted(r.axes)
+    if axes == []:
+        return [r.g]
+    zeros = op.emit("ReduceSum", [op.Where(is_zero, one, zero), axes], {"keepdims": 1})[0]
+    if r.axes is not None:
+        product = op.reduce("ReduceProd", filled, r.axes)
+    else:
+        product = op.emit("ReduceProd", [filled, axes], {"keepdims": 1})[0]
+    others = op.Div(product, filled)
+    own = op.Where(is_zero, one, zero)
+    alone = op.Equal(op.Sub(zeros, own), 0.0)  # no other element is 0
+    return [op.Mul(op.Where(alone, others, zero), r.g)]
+
+
+def _dtype(value: ir.Value) -> ir.DataType:
+    assert value.dtype is not None
+    return value.dtype
+
+
+@gradient("CumSum", inputs=(0,))
+def cum_sum(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """The gradient of a running sum is the running sum of the gradient from the other end."""
+    reverse = 1 - node.attributes.get_int("reverse", 0)
+    return [op.CumSum(g, node.inputs[1], exclusive=node.attributes.get_int("exclusive", 0), reverse=reverse)]

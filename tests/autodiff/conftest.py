@@ -1,0 +1,219 @@
+"""One-operator cases: their model, central differences of it in float64, and the gradient graph's answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import scipy.special
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from onnxamp import autodiff
+
+try:
+    from onnxamp.model.types import infer
+except ImportError:
+
+    def infer(model):
+        from onnx_shape_inference import infer_symbolic_shapes
+
+        infer_symbolic_shapes(model, policy="override")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One node. `inputs`: a shape is a float input to differentiate, an array a constant, None an empty input.
+
+    Attributes:
+        low, high: Range of the sampled values. They are distinct multiples of a step, so that no kink is near.
+        symbolic: Which dimensions get names in the symbolic variant: all, batch (the first of the first input), none.
+        outputs: Number of outputs that receive a seed, or a list of names with empty ones.
+        frozen: Positions of float inputs that are not differentiated.
+        ort: Also run the gradient graph in float32 on ONNX Runtime.
+        seeded: The only output that receives a seed.
+        runner: What evaluates in float64: the reference evaluator, or ONNX Runtime where the former cannot.
+    """
+
+    op: str
+    inputs: Sequence[Any]
+    attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    low: float = -2.0
+    high: float = 2.0
+    symbolic: str = "all"
+    outputs: int = 1
+    frozen: Sequence[int] = ()
+    opset: int = 18
+    note: str = ""
+    domain: str = ""
+    ort: bool = True
+    seeded: int | None = None
+    runner: str = "reference"
+
+    @property
+    def id(self) -> str:
+        shapes = "_".join("x".join(map(str, i)) if isinstance(i, tuple) else "c" for i in self.inputs if i is not None)
+        keys = ",".join(f"{key}={value}" for key, value in self.attributes.items())
+        return f"{self.op}-{shapes}-{keys}{self.note}".replace(" ", "")
+
+
+def samples(case: Case) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(sum(map(ord, case.id)))
+    result = {}
+    for position, item in enumerate(case.inputs):
+        if isinstance(item, tuple):
+            size = int(np.prod(item))
+            grid = (np.arange(size) + 0.5 + 0.2 * rng.random(size)) / max(size, 1)
+            array = case.low + (case.high - case.low) * rng.permutation(grid)
+            result[f"x{position}"] = array.reshape(item)
+    return result
+
+
+def build(case: Case, elem: int, symbolic: bool) -> onnx.ModelProto:
+    dtype = helper.tensor_dtype_to_np_dtype(elem)
+    names, inputs, initializers = [], [], []
+    for position, item in enumerate(case.inputs):
+        name = f"x{position}" if item is not None else ""
+        names.append(name)
+        if isinstance(item, tuple):
+            shape: list[Any] = list(item)
+            if symbolic and case.symbolic == "all":
+                shape = [f"d{size}" if size > 1 else size for size in item]
+            elif symbolic and position == 0:
+                shape[0] = "N"
+            inputs.append(helper.make_tensor_value_info(name, elem, shape))
+        elif item is not None:
+            array = np.asarray(item)
+            initializers.append(
+                numpy_helper.from_array(array.astype(dtype) if array.dtype.kind == "f" else array, name)
+            )
+    outputs = [f"y{index}" for index in range(case.outputs)]
+    node = helper.make_node(case.op, names, outputs, name="n", domain=case.domain, **case.attributes)
+    graph = helper.make_graph(
+        [node], "case", inputs, [onnx.ValueInfoProto(name=name) for name in outputs], initializers
+    )
+    opsets = [helper.make_opsetid("", case.opset)]
+    if case.domain:
+        opsets.append(helper.make_opsetid(case.domain, 1))
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    return model
+
+
+def differentiate(model: onnx.ModelProto, case: Case) -> tuple[onnx.ModelProto, list[str], list[str]]:
+    """The gradient graph: seeds are inputs, gradients are outputs."""
+    module = ir.from_proto(model)
+    infer(module)
+    graph = module.graph
+    seeds = {}
+    for value in list(graph.outputs):
+        if value.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE) or (case.seeded not in (None, value.index())):
+            continue
+        seed = ir.Value(name=f"seed_{value.name}", type=value.type, shape=value.shape)
+        graph.inputs.append(seed)
+        seeds[value] = seed
+    wrt = [value for value in graph.inputs if str(value.name).startswith("x")]
+    wrt = [value for value in wrt if int(str(value.name)[1:]) not in case.frozen]
+    gradients = autodiff.backward(graph, seeds, wrt)
+    names = []
+    for value in wrt:
+        g = gradients[value]
+        assert g.dtype == value.dtype
+        out = ir.node("Identity", [g], name=f"out_{value.name}")
+        out.outputs[0].name = f"d{value.name}"
+        out.outputs[0].type, out.outputs[0].shape = value.type, value.shape
+        graph.append(out)
+        graph.outputs.append(out.outputs[0])
+        names.append(f"d{value.name}")
+    proto = ir.to_proto(module)
+    onnx.checker.check_model(proto, full_check=True)
+    return proto, names, [str(seed.name) for seed in seeds.values()]
+
+
+class Erf(OpRun):
+    """The reference evaluator's own Erf computes in float32."""
+
+    op_domain = ""
+
+    def _run(self, x):
+        return (scipy.special.erf(x).astype(x.dtype),)
+
+
+def evaluate(model: onnx.ModelProto, runner: str):
+    if runner == "reference":
+        return ReferenceEvaluator(model, new_ops=[Erf]).run
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    inputs = {value.name for value in session.get_inputs()}
+    return lambda names, feeds: session.run(names, {name: x for name, x in feeds.items() if name in inputs})
+
+
+def numeric(
+    model: onnx.ModelProto, runner: str, feeds: dict[str, np.ndarray], seeds: dict[str, np.ndarray], wrt: list[str]
+):
+    """Central differences of Σ seed·y in float64."""
+    run = evaluate(model, runner)
+    names = [name.removeprefix("seed_") for name in seeds]
+
+    def loss() -> float:
+        return sum(
+            float((np.asarray(y) * seed).sum()) for y, seed in zip(run(names, feeds), seeds.values(), strict=True)
+        )
+
+    result = {}
+    for name in wrt:
+        x = feeds[name]
+        g = np.zeros_like(x)
+        for index in np.ndindex(*x.shape):
+            keep = x[index]
+            step = 1e-6 * max(1.0, abs(keep))
+            x[index] = keep + step
+            up = loss()
+            x[index] = keep - step
+            down = loss()
+            x[index] = keep
+            g[index] = (up - down) / (2 * step)
+        result[name] = g
+    return result
+
+
+def check(case: Case) -> None:
+    """Gradients of one case, static and symbolic, in float64 by the reference evaluator and in float32 by ORT."""
+    feeds = samples(case)
+    rng = np.random.default_rng(1)
+    expected = None
+    for symbolic in (False, True) if case.symbolic != "none" else (False,):
+        forward = build(case, TensorProto.DOUBLE, symbolic)
+        proto, names, seed_names = differentiate(forward, case)
+        if expected is None:
+            outputs = [name.removeprefix("seed_") for name in seed_names]
+            values = evaluate(forward, case.runner)(outputs, feeds)
+            seeds = {name: rng.standard_normal(y.shape) for name, y in zip(seed_names, values, strict=True)}
+            expected = numeric(forward, case.runner, feeds, seeds, [name[1:] for name in names])
+        got = evaluate(proto, case.runner)(names, {**feeds, **seeds})
+        for name, value in zip(names, got, strict=True):
+            want = expected[name[1:]]
+            assert value.shape == want.shape, f"{name}: {value.shape}, not {want.shape}"
+            np.testing.assert_allclose(value, want, rtol=1e-5, atol=2e-6, err_msg=f"{name} symbolic={symbolic}")
+        if case.ort:
+            proto, names, _ = differentiate(build(case, TensorProto.FLOAT, symbolic), case)
+            single = {name: value.astype(np.float32) for name, value in {**feeds, **seeds}.items()}
+            got = evaluate(proto, "ort")(names, single)
+            for name, value in zip(names, got, strict=True):
+                want = expected[name[1:]]
+                scale = max(1.0, float(np.abs(want).max(initial=0)))
+                np.testing.assert_allclose(value, want, rtol=2e-4, atol=2e-5 * scale, err_msg=f"ORT {name} {symbolic=}")
+
+
+@pytest.fixture
+def check_case():
+    return lambda case: check(Case(**case))
