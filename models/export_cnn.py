@@ -1,7 +1,9 @@
-"""Train a small CNN with BatchNorm on scikit-learn's digits and export it: `cnn.onnx` and the data files `digits_train.npz`, `digits_test.npz`.
+"""Train a small CNN with BatchNorm on scikit-learn's digits and export it.
 
-The input `image` is [batch, 1, 8, 8] in [0, 1], the output `logits` is [batch, 10]. BatchNormalization stays a node of its own, so that the
-model can be trained further.
+Writes `cnn.onnx` and the data files `digits_train.npz`, `digits_test.npz`.
+
+The input `image` is [batch, 1, 8, 8] in [0, 1], the output `logits` is [batch, 10]. BatchNormalization stays a
+node of its own, so that the model can be trained further.
 
     python models/export_cnn.py
 """

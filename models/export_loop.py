@@ -1,8 +1,8 @@
 """Export a scripted model with an If and a Loop: `loop.onnx`.
 
-Newton's iteration for the inverse square root of a positive definite matrix (as in decorrelated batch normalization), with a data-dependent
-number of steps, applied to the input or, if `whiten` is false, left out. Inputs `x` [batch, 8], `steps` (int64), `whiten` (bool); output `y`
-[batch, 4].
+Newton's iteration for the inverse square root of a positive definite matrix (as in decorrelated batch normalization), with a
+data-dependent number of steps, applied to the input or, if `whiten` is false, left out. Inputs `x` [batch, 8], `steps` (int64),
+`whiten` (bool); output `y` [batch, 4].
 
     python models/export_loop.py
 """

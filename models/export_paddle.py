@@ -1,7 +1,7 @@
 """Train a small MobileNet-like network in PaddlePaddle and export it with paddle2onnx: `paddle_mobilenet.onnx`.
 
-Depthwise convolutions, BatchNorm, hard-swish, squeeze-and-excitation. The input `image` is [batch, 1, 8, 8], the output is [batch, 10] logits.
-Needs `paddlepaddle` and `paddle2onnx`, and the data file that `export_cnn.py` writes.
+Depthwise convolutions, BatchNorm, hard-swish, squeeze-and-excitation. The input `image` is [batch, 1, 8, 8], the output is
+[batch, 10] logits. Needs `paddlepaddle` and `paddle2onnx`, and the data file that `export_cnn.py` writes.
 
     python models/export_paddle.py
 """
