@@ -155,11 +155,11 @@ def run(session: Any, feeds: Mapping[str, Any], outputs: Sequence[str] | None = 
     try:
         if any("bfloat16" in value.type for value in (*session.get_inputs(), *session.get_outputs())):
             values = {name: _to_ort(value) for name, value in feeds.items()}
-            results = [_to_numpy(value) for value in session.run_with_ort_values(wanted, values)]
+            results = [to_numpy(value) for value in session.run_with_ort_values(wanted, values)]
         else:
             results = session.run(wanted, dict(feeds))
     except Exception as problem:
-        raise _run_error(problem) from problem
+        raise run_error(problem) from problem
     return dict(zip(wanted, results, strict=True))
 
 
@@ -197,7 +197,8 @@ def _to_ort(value: Any) -> Any:
     return wrap.ortvalue_from_numpy(array)
 
 
-def _to_numpy(value: Any) -> Any:
+def to_numpy(value: Any) -> Any:
+    """The array (or list, or None) that an `OrtValue` on the host holds; bfloat16 as `ml_dtypes.bfloat16`."""
     if not value.has_value():
         return None
     if value.is_tensor() and value.element_type() == onnx.TensorProto.BFLOAT16:
@@ -220,7 +221,8 @@ def _load_error(problem: Exception, model: Model) -> AmpError:
     return ModelError(f"ONNX Runtime cannot load {name} ({kind}): {text}.")
 
 
-def _run_error(problem: Exception) -> AmpError:
+def run_error(problem: Exception) -> AmpError:
+    """The error of a run that failed, by the kind of ONNX Runtime's exception."""
     kind, text = type(problem).__name__, _sentence(problem)
     if kind == "NotImplemented":
         return UnsupportedError(f"ONNX Runtime has no kernel for a node: {text}.")
