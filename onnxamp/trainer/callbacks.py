@@ -1,0 +1,161 @@
+"""Callbacks: what happens around the loop of `fit`, apart from training itself.
+
+A callback overrides the methods that it needs. Methods get the `Loop`, which says where the run is and can stop it;
+what a callback must remember over a restart goes into `loop.memory`, which is saved with every checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from onnxamp.errors import UsageError
+
+if TYPE_CHECKING:
+    from onnxamp.trainer.fit import Loop
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A window that has just ended.
+
+    Attributes:
+        report: What `reduce.onnx` says of it (`manifest.REPORT`): loss, learning rate, gradient norm, scales, `ok`...
+        seconds: Wall time since the window before ended, evaluation and saving left out.
+        waited: The part of `seconds` that was spent waiting for data.
+        cause: Of a skipped window: what was not finite, and where it showed first.
+    """
+
+    report: Mapping[str, float]
+    seconds: float
+    waited: float
+    cause: str | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the gradient was not finite and the update was left out."""
+        return not self.report["ok"] and not self.report["empty"]
+
+
+class Callback:
+    """Does nothing; override what you need."""
+
+    def on_start(self, loop: Loop) -> None:
+        """Before the first micro-step."""
+
+    def on_window(self, loop: Loop, window: Window) -> None:
+        """After each window, applied, skipped or empty."""
+
+    def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
+        """After each evaluation; `values` has `val_loss` and the metrics by name."""
+
+    def on_epoch(self, loop: Loop) -> None:
+        """After each epoch and its evaluation; the position is already that of the next epoch."""
+
+    def on_end(self, loop: Loop, reason: str) -> None:
+        """After the last window of the run, however it ended; `reason` is `Loop.reason`."""
+
+
+class EarlyStopping(Callback):
+    """Stop when a metric has not become better for some evaluations.
+
+    Args:
+        metric: Name of the value: `val_loss` or a metric's name.
+        patience: Evaluations without a new best value before the run stops.
+        better: Whether `higher` or `lower` is better.
+        delta: By how much a value must be better to count.
+    """
+
+    def __init__(
+        self, metric: str, patience: int = 3, *, better: Literal["higher", "lower"] = "lower", delta: float = 0.0
+    ) -> None:
+        self.metric = metric
+        self.patience = patience
+        self.sign = 1 if better == "higher" else -1
+        self.delta = delta
+
+    def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
+        if self.metric not in values:
+            raise UsageError(f"Early stopping watches {self.metric!r}, and there are only {', '.join(values)}.")
+        memory: dict[str, Any] = loop.memory.setdefault("early_stopping", {"best": None, "waited": 0})
+        value = values[self.metric]
+        best = memory["best"]
+        if not math.isnan(value) and (best is None or self.sign * (value - best) > self.delta):
+            memory.update(best=value, waited=0)
+            return
+        memory["waited"] += 1
+        if memory["waited"] >= self.patience:
+            loop.stop(f"{self.metric} has not become better than {best:.6g} for {self.patience} evaluations")
+
+
+class Checkpoints(Callback):
+    """Save every so often, keep the newest ones, and keep the best one apart.
+
+    Files: `step-N.safetensors` with N the number of windows, and `best.safetensors`. A new file is whole before an old
+    one goes, so there is always one to resume from.
+
+    Args:
+        folder: Where they go.
+        every: Windows between two; None saves after each epoch. The end of a run is always saved.
+        keep: How many of the newest stay; None keeps all.
+        metric: Name of the value that decides what is best; None keeps no best one.
+        better: Whether `higher` or `lower` is better.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        every: int | None = None,
+        *,
+        keep: int | None = 2,
+        metric: str | None = None,
+        better: Literal["higher", "lower"] = "lower",
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise UsageError("At least one checkpoint must be kept.")
+        self.folder = folder
+        self.every = every
+        self.keep = keep
+        self.metric = metric
+        self.sign = 1 if better == "higher" else -1
+
+    @property
+    def best_path(self) -> Path:
+        """Where the best checkpoint lies, if there is one."""
+        return self.folder / "best.safetensors"
+
+    def on_window(self, loop: Loop, window: Window) -> None:
+        if self.every is not None and loop.windows % self.every == 0:
+            self.save(loop)
+
+    def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
+        value = values.get(self.metric, math.nan) if self.metric else math.nan
+        best = loop.memory.get("best")
+        if math.isnan(value) or (best is not None and self.sign * (value - best["value"]) <= 0):
+            return
+        loop.memory["best"] = {"metric": self.metric, "value": value, "windows": loop.windows, "epoch": loop.epoch}
+        loop.save(self.best_path)
+
+    def on_epoch(self, loop: Loop) -> None:
+        if self.every is None:
+            self.save(loop)
+
+    def on_end(self, loop: Loop, reason: str) -> None:
+        self.save(loop)
+
+    def save(self, loop: Loop) -> Path:
+        """Save now."""
+        path = self.folder / f"step-{loop.windows:08d}.safetensors"
+        loop.save(path)
+        saved = checkpoints(self.folder)
+        for old in saved[: -self.keep] if self.keep else []:
+            old.unlink(missing_ok=True)
+        return path
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, oldest first, without the best one."""
+    return sorted(folder.glob("step-*.safetensors"))

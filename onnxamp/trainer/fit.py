@@ -1,0 +1,336 @@
+"""The loop over epochs: reads batches, steps the trainer, evaluates, calls the callbacks, can stop and go on anywhere.
+
+Everything that decides what comes next is in `Trainer.position`, which is part of a checkpoint: the epoch, the
+micro-batch in it, the number of windows, and what the callbacks remember. A resumed run therefore takes the same steps as one
+that was never stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from onnxamp.errors import DataError, UsageError
+from onnxamp.trainer.callbacks import Callback, Window
+from onnxamp.trainer.data import Array, Batch, Batches, Field, bind, open_data
+from onnxamp.trainer.metrics import Metric, metric
+
+
+class Step(Protocol):
+    """What the loop reads of a micro-step's result."""
+
+    @property
+    def report(self) -> Mapping[str, float] | None:
+        """The report of the window that this micro-step ended, or None."""
+
+    @property
+    def cause(self) -> str | None:
+        """Why that window was skipped, or None."""
+
+
+class Steps(Protocol):
+    """What the loop asks of a trainer."""
+
+    position: dict[str, Any]
+
+    @property
+    def fields(self) -> Sequence[Field]: ...
+
+    @property
+    def accumulate(self) -> int: ...
+
+    def micro_step(self, batch: Batch) -> Step: ...
+
+    def flush(self) -> Step | None: ...
+
+    def nonfinite_gradients(self) -> Sequence[str]: ...
+
+    def evaluate(self, data: Any, *, metrics: Sequence[Metric] = ...) -> dict[str, float]: ...
+
+    def save(self, path: str | os.PathLike[str]) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    """How a run went.
+
+    Attributes:
+        reason: Why it ended: `done`, or what a callback or signal gave to `Loop.stop`.
+        epochs: Epochs that were finished.
+        steps: Updates that were applied.
+        windows: All windows, skipped and empty ones included.
+        skipped: Windows whose gradient was not finite.
+        rows: Rows trained on in this process's call.
+        seconds: Time spent in training steps, evaluation and saving left out.
+        losses: Mean loss of each window of this call.
+        values: What the last evaluation gave.
+        best: The best evaluation as `Checkpoints` remembers it.
+    """
+
+    reason: str
+    epochs: int
+    steps: int
+    windows: int
+    skipped: int
+    rows: int
+    seconds: float
+    losses: tuple[float, ...]
+    values: Mapping[str, float]
+    best: Mapping[str, Any] | None
+
+
+class Loop:
+    """A running `fit`: where it is, and the handle by which callbacks stop it or save it.
+
+    Attributes:
+        trainer: The trainer.
+        batches: The training data.
+        epochs: Epochs to run, or None.
+        steps: Applied windows after which the run ends, or None.
+        epoch: The running epoch, from 0.
+        batch: Micro-batches of it that were used.
+        windows: Windows ended since the beginning of the run, resumed or not.
+        step: Windows applied since the beginning of the run.
+        skipped: Windows skipped since the beginning of the run.
+        memory: What callbacks remember; JSON values only.
+        reason: Why the run ends, once it does.
+    """
+
+    def __init__(self, trainer: Steps, batches: Batches, epochs: int | None, steps: int | None) -> None:
+        self.trainer = trainer
+        self.batches = batches
+        self.epochs = epochs
+        self.steps = steps
+        position = trainer.position
+        self.epoch = int(position.get("epoch", 0))
+        self.batch = int(position.get("batch", 0))
+        self.windows = int(position.get("windows", 0))
+        self.step = int(position.get("step", 0))
+        self.skipped = int(position.get("skipped", 0))
+        self.memory: dict[str, Any] = dict(position.get("memory", {}))
+        self.reason: str | None = None
+
+    def stop(self, reason: str) -> None:
+        """End the run after the running micro-step."""
+        self.reason = self.reason or reason
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint from which the run can go on exactly here."""
+        self.trainer.position = {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "windows": self.windows,
+            "step": self.step,
+            "skipped": self.skipped,
+            "memory": self.memory,
+        }
+        self.trainer.save(path)
+
+    @property
+    def total_windows(self) -> int | None:
+        """Windows that the run will have in the end, if none is skipped; None if the data's length is not known."""
+        if self.steps is not None:
+            return self.steps
+        if self.epochs is None or self.batches.rows is None:
+            return None
+        return self.epochs * windows_per_epoch(self.batches, self.trainer.accumulate)
+
+
+def windows_per_epoch(batches: Batches, accumulate: int) -> int:
+    """Windows of an epoch, a short last one included."""
+    return math.ceil(len(batches) / accumulate)
+
+
+def fit(
+    trainer: Steps,
+    data: object,
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    batch_size: int | None = 32,
+    val: object = None,
+    val_batch_size: int | None = None,
+    eval_every: int | None = None,
+    metrics: Sequence[str | Metric | Callable[[Array, Array], float]] = (),
+    columns: Mapping[str, str] | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    prefetch: int = 2,
+    callbacks: Sequence[Callback] = (),
+    rank: int = 0,
+    world_size: int = 1,
+) -> History:
+    """Train.
+
+    Windows do not reach over epochs: what is left at the end of one is applied as a shorter window. `val` is evaluated
+    after each epoch (or every `eval_every` windows) and at the end.
+
+    Args:
+        trainer: The trainer; if its position is not the beginning, the run goes on from there.
+        data: Anything `data.open_data` opens.
+        epochs: Passes over the data; default 1 if `steps` is not given either.
+        steps: Applied windows after which to end.
+        batch_size: Rows of a micro-batch; None takes the batches of a stream as they come.
+        val: Data to evaluate on.
+        val_batch_size: Rows of a batch there; default `batch_size`.
+        eval_every: Windows between two evaluations, instead of once per epoch.
+        metrics: Metrics besides the loss: names, objects or functions.
+        columns: Input name to column name, where the data call an input otherwise.
+        shuffle: Draw a new order each epoch.
+        seed: Seed of the order.
+        prefetch: Batches read ahead.
+        callbacks: Called in this order.
+        rank: This process among those that train together.
+        world_size: Their number.
+
+    Raises:
+        DataError: The data do not fit the model, or a whole epoch had no window that could be applied.
+        UsageError: The arguments contradict each other.
+    """
+    if epochs is None and steps is None:
+        epochs = 1
+    for name, value in (("epochs", epochs), ("steps", steps), ("eval_every", eval_every)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} must be at least 1, not {value}.")
+    binding = bind(open_data(data), trainer.fields, columns=columns, optional=("weights",))
+    batches = Batches(
+        binding, batch_size, shuffle=shuffle, seed=seed, prefetch=prefetch, rank=rank, world_size=world_size
+    )
+    checks = None
+    if val is not None:
+        bound = bind(open_data(val), trainer.fields, columns=columns, optional=("weights",))
+        checks = Batches(bound, val_batch_size or batch_size, shuffle=False, rank=rank, world_size=world_size)
+    loop = Loop(trainer, batches, epochs, steps)
+    return _Run(loop, callbacks, checks, eval_every, [metric(which) for which in metrics]).run()
+
+
+class _Run:
+    """The state of one call of `fit`."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        callbacks: Sequence[Callback],
+        val: Batches | None,
+        eval_every: int | None,
+        metrics: list[Metric],
+    ) -> None:
+        self.loop = loop
+        self.callbacks = callbacks
+        self.val = val
+        self.eval_every = eval_every
+        self.metrics = metrics
+        self.losses: list[float] = []
+        self.values: dict[str, float] = {}
+        self.rows = 0
+        self.seconds = self._since = self._waited = 0.0
+        self._evaluated = -1
+
+    def run(self) -> History:
+        loop = self.loop
+        for callback in self.callbacks:
+            callback.on_start(loop)
+        while loop.reason is None and not self._finished():
+            self._epoch()
+        if self.val is not None and self._evaluated != loop.windows and self.losses and self._finished():
+            self._evaluate()
+        loop.reason = loop.reason or "done"
+        for callback in self.callbacks:
+            callback.on_end(loop, loop.reason)
+        return History(
+            loop.reason,
+            loop.epoch,
+            loop.step,
+            loop.windows,
+            loop.skipped,
+            self.rows,
+            self.seconds,
+            tuple(self.losses),
+            self.values,
+            loop.memory.get("best"),
+        )
+
+    def _finished(self) -> bool:
+        loop = self.loop
+        return (loop.epochs is not None and loop.epoch >= loop.epochs) or (
+            loop.steps is not None and loop.step >= loop.steps
+        )
+
+    def _epoch(self) -> None:
+        loop = self.loop
+        applied, began = loop.step, loop.batch
+        self._since = time.perf_counter()
+        with contextlib.closing(_generator(loop.batches.epoch(loop.epoch, loop.batch))) as stream:
+            while True:
+                asked = time.perf_counter()
+                batch = next(stream, None)
+                self._waited += time.perf_counter() - asked
+                if batch is None:
+                    break
+                result = loop.trainer.micro_step(batch)
+                loop.batch += 1
+                if result.report is not None:
+                    self._window(result, result.report)
+                if loop.reason is not None or self._finished():
+                    return
+        if (last := loop.trainer.flush()) is not None and last.report is not None:
+            self._window(last, last.report)
+        if loop.reason is not None:
+            return
+        if began == 0 and loop.step == applied:
+            raise DataError(
+                "No window of a whole epoch could be applied: every gradient was not finite or every row had weight 0; "
+                "run `onnxamp diagnose` on the model with these data."
+            )
+        if self.val is not None and self.eval_every is None:
+            self._evaluate()
+        loop.epoch, loop.batch = loop.epoch + 1, 0
+        for callback in self.callbacks:
+            callback.on_epoch(loop)
+
+    def _window(self, result: Step, report: Mapping[str, float]) -> None:
+        loop = self.loop
+        now = time.perf_counter()
+        loop.windows += 1
+        loop.step += bool(report["ok"])
+        skipped = not report["ok"] and not report["empty"]
+        loop.skipped += skipped
+        window = Window(report, now - self._since, self._waited, self._cause(result) if skipped else None)
+        self.seconds += window.seconds
+        self.rows += int(report["rows"])
+        self.losses.append(float(report["loss"]))
+        self._waited = 0.0
+        for callback in self.callbacks:
+            callback.on_window(loop, window)
+        if self.val is not None and self.eval_every is not None and loop.windows % self.eval_every == 0:
+            self._evaluate()
+        self._since = time.perf_counter()
+
+    def _cause(self, result: Step) -> str:
+        """Why a window was skipped, and the parameter nearest to the output whose gradient is not finite."""
+        cause = result.cause or "the gradient is not finite"
+        names = self.loop.trainer.nonfinite_gradients()
+        if not names:
+            return cause
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"{cause}, seen in the gradient of {names[-1]}{more}"
+
+    def _evaluate(self) -> None:
+        assert self.val is not None
+        values = self.loop.trainer.evaluate(self.val, metrics=self.metrics)
+        self.values = {"val_loss" if name == "loss" else name: float(value) for name, value in values.items()}
+        self._evaluated = self.loop.windows
+        for callback in self.callbacks:
+            callback.on_evaluate(self.loop, self.values)
+        self._since = time.perf_counter()
+
+
+def _generator(batches: Iterator[Batch]) -> Any:
+    """`batches` as something that can be closed, so that its thread ends with the epoch."""
+    return batches if hasattr(batches, "close") else (batch for batch in batches)

@@ -1,0 +1,159 @@
+"""What a person sees while a run goes: one living line on a terminal, plain lines elsewhere.
+
+Lines that stay: one per evaluation or epoch, one per skipped window with its cause and the loss scale before and
+after, one at the end with the hint on the initial scale. Without a terminal (a log file, CI) a status line is
+printed every half minute instead of the living one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from onnxamp.trainer.callbacks import Callback, Window
+
+if TYPE_CHECKING:
+    from onnxamp.trainer.fit import Loop
+
+_STATUS_SECONDS = 30.0
+# Skipped windows that get a line of their own before they are only counted.
+_LINES = 20
+
+
+def amount(seconds: float) -> str:
+    """A duration as `3:07` or `1:02:45`."""
+    whole = round(max(0.0, seconds))
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def scale_text(scale: float) -> str:
+    """A loss scale, powers of two in full as long as they are short."""
+    return f"{scale:.0f}" if scale >= 1 and scale < 1e9 and scale == int(scale) else f"{scale:.4g}"
+
+
+class Progress(Callback):
+    """Shows a run on `console`."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._live: Live | None = None
+        self._rate = 0.0
+        self._loss = self._scale = float("nan")
+        self._sums = [0.0, 0.0]
+        self._lines = 0
+        self._began = self._shown = time.monotonic()
+        self._values = ""
+        self._share_before = 0.0
+
+    def on_start(self, loop: Loop) -> None:
+        self._began = self._shown = time.monotonic()
+        self._share_before = self._share(loop) or 0.0
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, refresh_per_second=8, transient=True, get_renderable=lambda: "")
+            self._live.start()
+
+    def on_window(self, loop: Loop, window: Window) -> None:
+        report = window.report
+        self._loss, self._scale = report["loss"], report["next_loss_scale"]
+        if not window.skipped:
+            weight = report["weight_sum"]
+            self._sums = [self._sums[0] + report["loss"] * weight, self._sums[1] + weight]
+        if window.seconds > 0:
+            rate = report["rows"] / window.seconds
+            self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
+        if window.skipped:
+            self._skipped(loop, window)
+        now = time.monotonic()
+        if self._live is not None:
+            if now - self._shown > 0.1:
+                self._shown = now
+                self._live.update(self._status(loop))
+        elif now - self._shown > _STATUS_SECONDS:
+            self._shown = now
+            self.console.print(self._words(loop), highlight=False, soft_wrap=True)
+
+    def _skipped(self, loop: Loop, window: Window) -> None:
+        self._lines += 1
+        if self._lines > _LINES:
+            if self._lines == _LINES + 1:
+                self._say("  more skipped windows are only counted from here; metrics.jsonl has them all", "yellow")
+            return
+        before, after = window.report["loss_scale"], window.report["next_loss_scale"]
+        scale = f"loss scale {scale_text(before)}"
+        scale += f" → {scale_text(after)}" if after != before else " stays"
+        self._say(f"  window {loop.windows} skipped: {window.cause}; {scale}", "yellow")
+
+    def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
+        numbers = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        best = loop.memory.get("best") or {}
+        mark = "  (best)" if best.get("windows") == loop.windows else ""
+        self._summary(loop, numbers + mark)
+        self._values = numbers
+
+    def on_epoch(self, loop: Loop) -> None:
+        if not self._values:
+            self._summary(loop, "", loop.epoch - 1)
+        self._values = ""
+
+    def _summary(self, loop: Loop, numbers: str, epoch: int | None = None) -> None:
+        number = (loop.epoch if epoch is None else epoch) + 1
+        of = f"/{loop.epochs}" if loop.epochs is not None else ""
+        mean = self._sums[0] / self._sums[1] if self._sums[1] else float("nan")
+        self._sums = [0.0, 0.0]
+        text = f"epoch {number}{of}  step {loop.step}  loss {mean:.4g}"
+        self._say(text + (f"  {numbers}" if numbers else ""))
+
+    def on_end(self, loop: Loop, reason: str) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def close(self) -> None:
+        """Give the terminal back if the run ended by an error."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _say(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style=style), soft_wrap=True)
+
+    def _share(self, loop: Loop) -> float | None:
+        """The part of the run that is done."""
+        total = loop.total_windows
+        done = loop.step if loop.steps is not None else loop.windows
+        return min(1.0, done / total) if total else None
+
+    def _words(self, loop: Loop) -> str:
+        of = f"/{loop.epochs}" if loop.epochs is not None else ""
+        parts = [f"epoch {loop.epoch + 1}{of}", f"step {loop.step}", f"loss {self._loss:.4g}"]
+        if self._scale != 1:
+            parts.append(f"scale {scale_text(self._scale)}")
+        if loop.skipped:
+            parts.append(f"skipped {loop.skipped}")
+        parts.append(f"{self._rate:,.0f} rows/s" if self._rate >= 10 else f"{self._rate:.2g} rows/s")
+        share = self._share(loop)
+        if share is not None and share > self._share_before:
+            spent = time.monotonic() - self._began
+            parts.append(f"ETA {amount(spent * (1 - share) / (share - self._share_before))}")
+        return "  ".join(parts)
+
+    def _status(self, loop: Loop) -> Table:
+        share = self._share(loop)
+        row = Table.grid(padding=(0, 2, 0, 0))
+        row.add_column(no_wrap=True, overflow="ellipsis")
+        words = Text(self._words(loop))
+        room = self.console.width - words.cell_len - 4
+        if share is not None and room >= 8:
+            row.add_column()
+            row.add_row(words, ProgressBar(total=1.0, completed=share, width=min(30, room)))
+        else:
+            row.add_row(words)
+        return row

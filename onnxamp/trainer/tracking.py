@@ -1,0 +1,143 @@
+"""Where a run's numbers go: a JSON Lines file always, TensorBoard if it is installed and asked for."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from onnxamp.errors import RuntimeMissingError
+from onnxamp.trainer.callbacks import Callback, Window
+
+if TYPE_CHECKING:
+    from onnxamp.trainer.fit import Loop
+
+
+def record(loop: Loop, window: Window) -> dict[str, Any]:
+    """What is written about a window."""
+    report = window.report
+    numbers = {
+        "kind": "window",
+        "window": loop.windows,
+        "step": loop.step,
+        "epoch": loop.epoch,
+        "loss": report["loss"],
+        "learning_rate": report["learning_rate"],
+        "loss_scale": report["loss_scale"],
+        "next_loss_scale": report["next_loss_scale"],
+        "gradient_norm": report["gradient_norm"],
+        "skipped": window.skipped,
+        "empty": bool(report["empty"]),
+        "rows": int(report["rows"]),
+        "seconds": round(window.seconds, 6),
+        "waited": round(window.waited, 6),
+        "memory": resident_memory(),
+    }
+    return numbers if window.cause is None else numbers | {"cause": window.cause}
+
+
+def resident_memory() -> int | None:
+    """Bytes of memory that this process holds now; None where the system does not tell."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _jsonable(value: object) -> object:
+    """JSON has no NaN and no infinities: they are written as strings that `float` reads."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class MetricsFile(Callback):
+    """`metrics.jsonl`: one object per line, `kind` is `window` or `evaluation`.
+
+    A run that goes on from a checkpoint takes out what was written after it, so that every window stands there once.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[str] | None = None
+
+    def on_start(self, loop: Loop) -> None:
+        kept = [entry for entry in read_metrics(self.path) if entry["window"] <= loop.windows]
+        fresh = self.path.with_suffix(".new")
+        with fresh.open("w", encoding="utf-8") as file:
+            file.writelines(_line(entry) for entry in kept)
+        fresh.replace(self.path)
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+
+    def on_window(self, loop: Loop, window: Window) -> None:
+        assert self._file is not None
+        self._file.write(_line(record(loop, window)))
+
+    def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
+        assert self._file is not None
+        entry = {"kind": "evaluation", "window": loop.windows, "step": loop.step, "epoch": loop.epoch}
+        self._file.write(_line({**entry, **values}))
+
+    def on_end(self, loop: Loop, reason: str) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    return json.dumps({name: _jsonable(value) for name, value in entry.items()}) + "\n"
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The entries of a `metrics.jsonl`, numbers as floats; a last line that was cut off by a kill is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                return
+            if not isinstance(entry, dict) or "window" not in entry:
+                return
+            yield {
+                name: float(value) if value in ("nan", "inf", "-inf") and name not in ("kind", "cause") else value
+                for name, value in entry.items()
+            }
+
+
+class TensorBoard(Callback):
+    """TensorBoard events: `train/*` per window and `val/*` per evaluation, over the number of the window.
+
+    Raises:
+        RuntimeMissingError: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self._writer_class = importlib.import_module("tensorboardX").SummaryWriter
+        except ImportError as problem:
+            raise RuntimeMissingError(
+                "TensorBoard events need tensorboardX: pip install 'onnxamp[tensorboard]', or leave --tensorboard out."
+            ) from problem
+        self.folder = folder
+        self._writer: Any = None
+
+    def on_start(self, loop: Loop) -> None:
+        self._writer = self._writer_class(str(self.folder), purge_step=loop.windows + 1 if loop.windows else None)
+
+    def on_window(self, loop: Loop, window: Window) -> None:
+        for name in ("loss", "learning_rate", "loss_scale", "gradient_norm"):
+            self._writer.add_scalar(f"train/{name}", window.report[name], loop.windows)
+        self._writer.add_scalar("train/skipped", loop.skipped, loop.windows)
+        if window.seconds > 0:
+            self._writer.add_scalar("train/rows_per_second", window.report["rows"] / window.seconds, loop.windows)
+
+    def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(f"val/{name.removeprefix('val_')}", value, loop.windows)
+
+    def on_end(self, loop: Loop, reason: str) -> None:
+        self._writer.close()

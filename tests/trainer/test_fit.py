@@ -1,0 +1,273 @@
+"""The epoch loop, its callbacks and its records, on a trainer that only counts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from onnxamp.errors import DataError, UsageError
+from onnxamp.trainer.callbacks import Callback, Checkpoints, EarlyStopping, checkpoints
+from onnxamp.trainer.data import Field
+from onnxamp.trainer.fit import fit
+from onnxamp.trainer.progress import Progress, amount, scale_text
+from onnxamp.trainer.tracking import MetricsFile, TensorBoard, read_metrics
+
+ROWS = 50
+DATA = {"x": np.arange(ROWS, dtype=np.float32)[:, None], "labels": np.arange(ROWS)}
+
+
+class Counter:
+    """A trainer in outline: its state is the list of the rows of every applied window."""
+
+    fields = (
+        Field("x", np.dtype(np.float32), ("batch", 1)),
+        Field("labels", np.dtype(np.int64), ("batch",)),
+        Field("weights", np.dtype(np.float32), ("batch",)),
+    )
+
+    def __init__(self, accumulate: int = 1, bad: tuple[int, ...] = ()) -> None:
+        self.accumulate = accumulate
+        self.bad = bad
+        self.position: dict = {}
+        self.seen: list[list[int]] = []
+        self.window: list[list[int]] = []
+        self.windows = 0
+        self.scale = 65536.0
+
+    def micro_step(self, batch):
+        self.window.append(batch["labels"].tolist())
+        return self.flush() if len(self.window) == self.accumulate else _result(None)
+
+    def flush(self):
+        if not self.window:
+            return None
+        ok = self.windows not in self.bad
+        if ok:
+            self.seen += self.window
+        scale, self.scale = self.scale, self.scale * (1 if ok else 0.5)
+        rows = sum(map(len, self.window))
+        self.window = []
+        self.windows += 1
+        report = {
+            "loss": 1 / self.windows if ok else math.nan,
+            "ok": ok,
+            "empty": False,
+            "found_inf": not ok,
+            "rows": rows,
+            "weight_sum": rows,
+            "learning_rate": 0.1,
+            "gradient_norm": 1.0 if ok else math.inf,
+            "loss_scale": scale,
+            "next_loss_scale": self.scale,
+        }
+        return _result(report, None if ok else "a gradient overflowed")
+
+    def nonfinite_gradients(self):
+        return ["conv.weight", "fc.weight"]
+
+    def evaluate(self, data, metrics=()):
+        rows = sum(len(batch["labels"]) for batch in data)
+        return {"loss": 1 / (1 + len(self.seen)), "rows": rows}
+
+    def save(self, path):
+        Path(path).write_text(json.dumps([self.position, self.seen, self.window, self.windows, self.scale]))
+
+    @classmethod
+    def load(cls, path, accumulate=1):
+        trainer = cls(accumulate)
+        trainer.position, trainer.seen, trainer.window, trainer.windows, trainer.scale = json.loads(path.read_text())
+        return trainer
+
+
+def _result(report, cause=None):
+    return types.SimpleNamespace(report=report, cause=cause)
+
+
+def test_every_row_once_per_epoch_with_a_short_last_window():
+    trainer = Counter(accumulate=3)
+    history = fit(trainer, DATA, epochs=2, batch_size=8)
+    assert [len(rows) for rows in trainer.seen] == ([8] * 6 + [2]) * 2
+    assert sorted(row for rows in trainer.seen[:7] for row in rows) == list(range(ROWS))
+    assert trainer.seen[:7] != trainer.seen[7:]
+    assert (history.windows, history.steps, history.epochs, history.rows) == (6, 6, 2, 100)
+    assert history.reason == "done"
+    assert len(history.losses) == 6
+
+
+def test_steps_count_applied_windows_and_end_anywhere():
+    trainer = Counter(accumulate=2, bad=(1, 4))
+    history = fit(trainer, DATA, steps=7, batch_size=8)
+    assert (history.steps, history.windows, history.skipped) == (7, 9, 2)
+    assert history.epochs == 2
+
+
+class Stop(Callback):
+    def __init__(self, after: int, path: Path | None = None) -> None:
+        self.after = after
+        self.path = path
+
+    def on_window(self, loop, window):
+        if loop.windows == self.after:
+            if self.path is not None:
+                loop.save(self.path)
+            loop.stop("asked to")
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 8, 9])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_resuming_takes_the_same_steps(tmp_path, after, accumulate):
+    whole = Counter(accumulate)
+    fit(whole, DATA, epochs=3, batch_size=8, val=DATA, callbacks=[MetricsFile(tmp_path / "whole.jsonl")])
+    first = Counter(accumulate)
+    records = MetricsFile(tmp_path / "m.jsonl")
+    history = fit(first, DATA, epochs=3, batch_size=8, val=DATA, callbacks=[records, Stop(after, tmp_path / "c")])
+    assert history.reason == "asked to"
+    # What was written after the checkpoint is taken back, a line cut off by a kill included.
+    with (tmp_path / "m.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "window", "window": after + 1, "loss": 7.0}) + '\n{"kind": "win')
+    second = Counter.load(tmp_path / "c", accumulate)
+    fit(second, DATA, epochs=3, batch_size=8, val=DATA, callbacks=[records])
+    assert second.seen == whole.seen
+    timeless = [
+        [{k: v for k, v in entry.items() if k not in ("seconds", "waited", "memory")} for entry in read_metrics(path)]
+        for path in (tmp_path / "whole.jsonl", tmp_path / "m.jsonl")
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def test_callbacks_are_called_in_order():
+    calls = []
+
+    class Log(Callback):
+        def on_start(self, loop):
+            calls.append("start")
+
+        def on_window(self, loop, window):
+            calls.append(f"window {loop.windows}")
+
+        def on_evaluate(self, loop, values):
+            calls.append(f"evaluate {values['rows']:.0f}")
+
+        def on_epoch(self, loop):
+            calls.append(f"epoch {loop.epoch}")
+
+        def on_end(self, loop, reason):
+            calls.append(reason)
+
+    fit(Counter(), DATA, epochs=2, batch_size=25, val={k: v[:30] for k, v in DATA.items()}, callbacks=[Log()])
+    one = ["evaluate 30"]
+    assert calls == ["start", "window 1", "window 2", *one, "epoch 1", "window 3", "window 4", *one, "epoch 2", "done"]
+
+
+def test_evaluation_every_so_many_windows_and_at_the_end():
+    at = []
+
+    class Log(Callback):
+        def on_evaluate(self, loop, values):
+            at.append(loop.windows)
+
+    fit(Counter(), DATA, epochs=2, batch_size=10, val=DATA, eval_every=4, callbacks=[Log()])
+    assert at == [4, 8, 10]
+
+
+def test_early_stopping_and_its_memory(tmp_path):
+    class Plateau(Counter):
+        def evaluate(self, data, metrics=()):
+            return {"loss": 1.0, "accuracy": min(0.9, 0.3 * self.windows / 5)}
+
+    trainer = Plateau()
+    stopping = EarlyStopping("accuracy", 2, better="higher")
+    history = fit(trainer, DATA, epochs=20, batch_size=10, val=DATA, callbacks=[stopping])
+    assert history.epochs == 5  # 0.3 0.6 0.9 0.9 0.9
+    assert "accuracy has not become better than 0.9 for 2 evaluations" in history.reason
+    with pytest.raises(UsageError, match="only val_loss, accuracy"):
+        fit(Plateau(), DATA, epochs=2, batch_size=10, val=DATA, callbacks=[EarlyStopping("f1")])
+
+
+def test_checkpoints_keep_the_newest_and_the_best(tmp_path):
+    class Bumpy(Counter):
+        def evaluate(self, data, metrics=()):
+            return {"loss": abs(self.windows - 10) + 1.0}
+
+    saving = Checkpoints(tmp_path, every=3, keep=2, metric="val_loss")
+    history = fit(Bumpy(), DATA, epochs=4, batch_size=10, val=DATA, callbacks=[saving])
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000018.safetensors", "step-00000020.safetensors"]
+    assert history.best == {"metric": "val_loss", "value": 1.0, "windows": 10, "epoch": 1}
+    assert Bumpy.load(saving.best_path).windows == 10
+
+
+def test_a_run_that_never_applies_ends_with_the_cause():
+    with pytest.raises(DataError, match="No window of a whole epoch"):
+        fit(Counter(bad=tuple(range(99))), DATA, epochs=3, batch_size=10)
+
+
+@pytest.mark.parametrize("wrong", [{"epochs": 0}, {"steps": -1}, {"eval_every": 0}])
+def test_numbers_below_one(wrong):
+    with pytest.raises(UsageError, match="at least 1"):
+        fit(Counter(), DATA, **wrong)
+
+
+def test_records_of_windows(tmp_path):
+    fit(Counter(bad=(1,)), DATA, epochs=1, batch_size=20, callbacks=[MetricsFile(tmp_path / "m.jsonl")])
+    entries = list(read_metrics(tmp_path / "m.jsonl"))
+    assert [entry["skipped"] for entry in entries] == [False, True, False]
+    assert math.isnan(entries[1]["loss"])
+    assert entries[1]["gradient_norm"] == math.inf
+    assert entries[1]["cause"] == "a gradient overflowed, seen in the gradient of fc.weight and 1 more"
+    assert (entries[1]["loss_scale"], entries[1]["next_loss_scale"]) == (65536, 32768)
+    for line in (tmp_path / "m.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_tensorboard_events(tmp_path):
+    pytest.importorskip("tensorboardX")
+    fit(Counter(), DATA, epochs=1, batch_size=20, val=DATA, callbacks=[TensorBoard(tmp_path)])
+    content = b"".join(path.read_bytes() for path in tmp_path.glob("events.out.tfevents.*"))
+    for tag in (b"train/loss", b"train/loss_scale", b"train/skipped", b"val/loss"):
+        assert tag in content
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_lines_without_a_terminal(width):
+    with open(os.devnull, "w") as sink:
+        console = Console(width=width, force_terminal=False, no_color=True, record=True, file=sink)
+        fit(Counter(bad=(1,)), DATA, epochs=2, batch_size=20, val=DATA, callbacks=[Progress(console)])
+    lines = console.export_text().splitlines()
+    assert lines[0] == (
+        "  window 2 skipped: a gradient overflowed, seen in the gradient of fc.weight and 1 more; "
+        "loss scale 65536 → 32768"
+    )
+    assert lines[1].startswith("epoch 1/2  step 2  loss 0.")
+    assert "val_loss 0.3333" in lines[1]
+    assert len(lines) == 3
+
+
+def test_the_living_line_fits_the_terminal():
+    plain = Console(width=80, color_system=None, force_terminal=False)
+    with open(os.devnull, "w") as sink:
+        console = Console(width=80, force_terminal=True, color_system=None, file=sink)
+        progress = Progress(console)
+        seen = []
+
+        class Look(Callback):
+            def on_window(self, loop, window):
+                with plain.capture() as text:
+                    plain.print(progress._status(loop))
+                seen.append(text.get())
+
+        fit(Counter(), DATA, steps=9, batch_size=10, callbacks=[progress, Look()])
+    assert len(seen) == 9
+    assert all(len(line.rstrip("\n")) <= 80 and line.count("\n") == 1 for line in seen)
+    assert "ETA" in seen[5]
+
+
+def test_durations_and_scales():
+    assert [amount(s) for s in (0, 61, 3723)] == ["0:00", "1:01", "1:02:03"]
+    assert [scale_text(s) for s in (65536.0, 1.0, 0.5, 2.0**40)] == ["65536", "1", "0.5", "1.1e+12"]
