@@ -1,0 +1,70 @@
+"""Inlining of the model-local functions that hold floats, so that each call can have its own precision."""
+
+from __future__ import annotations
+
+import collections
+
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass
+
+from onnxamp.errors import UnsupportedError
+from onnxamp.model.units import all_nodes, bodies, is_float
+
+
+def inline_float_functions(model: ir.Model) -> bool:
+    """Inline, in place, every function that takes or gives floats somewhere; whether there was one.
+
+    Names come from the function's own and are unique in the whole model; metadata of the call go to the inlined nodes. Functions on
+    integers stay. The values of `model` are typed.
+
+    Raises:
+        UnsupportedError: A function calls itself, was written for another opset than the model, or takes a graph as attribute.
+    """
+    if not model.functions:
+        return False
+    wanted = {
+        node.op_identifier()
+        for node in all_nodes(model.graph)
+        if node.op_identifier() in model.functions
+        and any(
+            is_float(value) or (value is not None and value.type is None) for value in (*node.inputs, *node.outputs)
+        )
+    }
+    called = [model.functions[name] for name in wanted]
+    while called:  # whatever they call is inlined with them
+        for node in all_nodes(called.pop().graph):
+            name = node.op_identifier()
+            if name in model.functions and name not in wanted:
+                wanted.add(name)
+                called.append(model.functions[name])
+    if not wanted:
+        return False
+    try:
+        InlinePass(lambda function: function.identifier() in wanted)(model)
+    except (ir.passes.PassError, RuntimeError, ValueError) as problem:
+        while problem.__cause__ is not None:
+            problem = problem.__cause__  # type: ignore[assignment]
+        text = " ".join(str(problem).split())[:200]
+        raise UnsupportedError(
+            f"A model-local function cannot be inlined: {text}; inline it before the conversion."
+        ) from None
+    _rename_shadows(model.graph, collections.Counter())
+    return True
+
+
+def _rename_shadows(graph: ir.Graph, taken: collections.Counter[str]) -> None:
+    """Make every value's name unique in the whole model, those of outer graphs and earlier nodes first."""
+    values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    for value in dict.fromkeys(values):
+        if not value.name:
+            continue
+        name = value.name
+        while taken[name]:
+            taken[value.name] += 1
+            name = f"{value.name}_{taken[value.name]}"
+        taken[name] += 1
+        if name != value.name:
+            value.name = name
+    for node in graph:
+        for body in bodies(node):
+            _rename_shadows(body, taken)

@@ -1,0 +1,266 @@
+"""Types and shapes of all values of a model.
+
+Three sources, each used for what it does best: ONNX's own inference gives every type of the standard operators; onnx-shape-inference
+keeps the names of dimensions and knows ONNX Runtime's operators; the type variables of the signatures give the types that both miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import onnx
+import onnx.shape_inference
+import onnx_ir as ir
+import onnx_shape_inference
+
+from onnxamp.model.signatures import signature
+from onnxamp.model.units import TYPE_ATTRIBUTE, all_nodes, bodies
+
+# Tensors above this size do not take part in inference by value (shapes, axes and repeats are far smaller).
+_SMALL_BYTES = 1024
+# How ONNX's inference calls a dimension that it does not know.
+_ANONYMOUS = "unk__"
+_ELEMENT = {
+    "bool": ir.DataType.BOOL,
+    "complex64": ir.DataType.COMPLEX64,
+    "complex128": ir.DataType.COMPLEX128,
+    "double": ir.DataType.DOUBLE,
+    "float": ir.DataType.FLOAT,
+    "string": ir.DataType.STRING,
+} | {
+    name.lower(): kind
+    for name, kind in ir.DataType.__members__.items()
+    if name.startswith(("INT", "UINT", "FLOAT1", "BFLOAT", "FLOAT8", "FLOAT4", "FLOAT6"))
+}
+
+
+def infer(model: ir.Model) -> None:
+    """Set type and shape on every value of `model` for which they follow from the graph, in place.
+
+    What the source declares of intermediate values counts only where nothing can be inferred (custom operators) and for the names of
+    dimensions, as such declarations are often stale; declared types of inputs and outputs are kept. Weights are not copied. A value
+    behind an unknown operator stays without type.
+    """
+    declared = {value: value.type for value in (*model.graph.inputs, *model.graph.outputs)}
+    _infer_standard(model)
+    if not _complete(model):
+        _infer_symbolic(model)
+    _propagate(model.graph, model.opset_imports)
+    for value, kind in declared.items():
+        if kind is not None:
+            value.type = kind
+
+
+# ONNX's inference
+
+
+def _infer_standard(model: ir.Model) -> None:
+    proto, nodes = _skeleton(model)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError, ValueError, TypeError):
+        return  # the other two sources do what they can; what stays untyped is named where it matters
+    _absorb(nodes, inferred.graph)
+
+
+def _skeleton(model: ir.Model) -> tuple[onnx.ModelProto, list[ir.Node]]:
+    """The model without large tensors and stale declarations, and the nodes that its main graph has."""
+    graph = model.graph
+    nodes = [node for node in graph if not _is_large_constant(node)]
+    large = {node.outputs[0]: node.attributes["value"].as_tensor() for node in graph if _is_large_constant(node)}
+    small = []
+    for value in graph.initializers.values():
+        if value.const_value is not None and value.const_value.nbytes > _SMALL_BYTES:
+            large[value] = value.const_value
+        else:
+            small.append(value)
+    view = ir.GraphView(graph.inputs, graph.outputs, nodes=nodes, initializers=small, name=graph.name or "graph")
+    proto = onnx.ModelProto(ir_version=model.ir_version)
+    for domain, version in model.opset_imports.items():
+        proto.opset_import.add(domain=domain, version=version)
+    ir.serde.serialize_graph_into(proto.graph, view)  # type: ignore[arg-type]  # its own class does not fit its protocol
+    for function in model.functions.values():
+        ir.serde.serialize_function_into(proto.functions.add(), function)
+    _drop_declarations(nodes, proto.graph, model.opset_imports)
+    inputs = {value.name for value in graph.inputs}
+    for value, tensor in large.items():
+        if value.name not in inputs:
+            assert isinstance(tensor.shape, ir.Shape)
+            typed = ir.Value(name=value.name, type=ir.TensorType(tensor.dtype), shape=tensor.shape)
+            ir.serde.serialize_value_into(proto.graph.value_info.add(), typed)
+    return proto, nodes
+
+
+def _is_large_constant(node: ir.Node) -> bool:
+    if node.op_type != "Constant" or "value" not in node.attributes or node.attributes["value"].is_ref():
+        return False
+    return node.attributes["value"].as_tensor().nbytes > _SMALL_BYTES
+
+
+def _drop_declarations(nodes: list[ir.Node], proto: onnx.GraphProto, opsets: dict[str, int]) -> None:
+    """Leave only the declarations of values that ONNX cannot infer: results of operators that it does not know."""
+    needed = {value.name for node in nodes if not _is_standard(node, opsets) for value in node.outputs}
+    kept = [info.SerializeToString() for info in proto.value_info if info.name in needed]
+    del proto.value_info[:]
+    proto.value_info.extend(onnx.ValueInfoProto.FromString(info) for info in kept)
+    for node, other in zip(nodes, proto.node, strict=True):
+        for body, inner in zip(bodies(node), _proto_bodies(other), strict=True):
+            _drop_declarations(list(body), inner, opsets)
+
+
+def _is_standard(node: ir.Node, opsets: dict[str, int]) -> bool:
+    return onnx.defs.has(node.op_type, domain=node.domain) and node.domain in opsets
+
+
+def _proto_bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _absorb(nodes: list[ir.Node], proto: onnx.GraphProto) -> None:
+    """Take types and shapes over from an inferred graph with the same nodes."""
+    found = {info.name: info.type for info in (*proto.value_info, *proto.output)}
+    for node, other in zip(nodes, proto.node, strict=True):
+        for value in node.outputs:
+            if value.name in found:
+                _set(value, found[value.name])
+        for body, inner in zip(bodies(node), _proto_bodies(other), strict=True):
+            for value, info in zip(body.inputs, inner.input, strict=True):
+                _set(value, info.type)
+            _absorb(list(body), inner)
+
+
+def _set(value: ir.Value, proto: onnx.TypeProto) -> None:
+    if not proto.WhichOneof("value"):
+        return
+    try:
+        kind = ir.serde.deserialize_type_proto_for_type(proto)
+        shape = ir.serde.deserialize_type_proto_for_shape(proto)
+    except (ir.serde.SerdeError, ValueError, NotImplementedError):
+        return  # maps
+    if kind is None or kind.dtype == ir.DataType.UNDEFINED:
+        return
+    value.type = kind
+    if shape is not None:
+        value.shape = _merge(shape, value.shape)
+
+
+def _merge(inferred: ir.Shape, declared: ir.Shape | None) -> ir.Shape:
+    """The inferred shape with the declared names of dimensions; inferred sizes win, anonymous ones stay anonymous."""
+    names: list[int | ir.SymbolicDim | None]
+    names = [None] * len(inferred) if declared is None or len(declared) != len(inferred) else list(declared)
+    dims: list[int | ir.SymbolicDim] = []
+    for dim, name in zip(inferred, names, strict=True):
+        known = [size for size in (dim, name) if isinstance(size, int) and size >= 0]
+        named = [other for other in (name, dim) if isinstance(other, ir.SymbolicDim) and not _is_anonymous(other)]
+        dims.append((*known, *named, ir.SymbolicDim(None))[0])
+    return ir.Shape(dims)
+
+
+def _is_anonymous(dim: ir.SymbolicDim) -> bool:
+    return dim.value is None or dim.value.startswith(_ANONYMOUS)
+
+
+# onnx-shape-inference
+
+
+def _complete(model: ir.Model) -> bool:
+    """Whether every result has a type and a shape without anonymous dimensions."""
+    for node in all_nodes(model.graph):
+        for value in node.outputs:
+            if not value.name:
+                continue
+            if value.type is None or (isinstance(value.type, ir.TensorType) and value.shape is None):
+                return False
+            if any(isinstance(dim, ir.SymbolicDim) and dim.value is None for dim in value.shape or ()):
+                return False
+    return True
+
+
+def _infer_symbolic(model: ir.Model) -> None:
+    values = [value for node in all_nodes(model.graph) for value in node.outputs]
+    for node in all_nodes(model.graph):
+        for body in bodies(node):
+            values.extend(body.inputs)
+    before = {value: (value.type, value.shape) for value in (*model.graph.inputs, *values)}
+    with _quiet("onnx_shape_inference"), contextlib.suppress(Exception):  # an operator that it gets wrong ends the walk
+        onnx_shape_inference.infer_symbolic_shapes(model, policy="override", warn_on_missing=False)
+    for value, (kind, shape) in before.items():
+        if kind is not None:
+            value.type = kind
+        if shape is not None and (shape.is_static() or value.shape is None or len(value.shape) != len(shape)):
+            value.shape = shape
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+# Signatures
+
+
+def _propagate(graph: ir.Graph, opsets: dict[str, int]) -> None:
+    """Types that follow from type variables, in graph order; bodies take and give types where control flow ties them."""
+    for node in graph:
+        control = node.domain == "" and node.op_type in ("If", "Loop", "Scan")
+        inner = list(bodies(node))
+        if control and node.op_type in ("Loop", "Scan"):
+            for value, formal in zip(node.inputs, inner[0].inputs, strict=False):
+                _copy_type(value, formal)
+        for body in inner:
+            _propagate(body, opsets)
+        if control:
+            results = inner[0].outputs[1 if node.op_type == "Loop" else 0 :]
+            for value, output in zip(results, node.outputs, strict=False):
+                _copy_type(value, output)
+        elif any(value.type is None and value.name for value in node.outputs):
+            _by_signature(node, opsets)
+
+
+def _copy_type(source: ir.Value | None, target: ir.Value) -> None:
+    if source is not None and source.type is not None and target.type is None:
+        target.type = source.type
+
+
+def _by_signature(node: ir.Node, opsets: dict[str, int]) -> None:
+    signed = signature(node.domain, node.op_type, node.version or opsets.get(node.domain, 0))
+    if signed is None:
+        return
+    bound: dict[str, ir.TypeProtocol] = {}
+    for index, value in enumerate(node.inputs):
+        formal = signed.input(index)
+        if value is not None and value.type is not None and formal is not None and formal.homogeneous:
+            bound.setdefault(formal.variable, value.type)
+    for index, value in enumerate(node.outputs):
+        formal = signed.output(index)
+        if value.type is not None or formal is None or not formal.homogeneous:
+            continue
+        attribute = node.attributes.get(TYPE_ATTRIBUTE.get((node.op_type, formal.variable), ""))
+        allowed = signed.types.get(formal.variable, frozenset({formal.variable}))
+        if attribute is not None and attribute.type == ir.AttributeType.INT:
+            value.type = ir.TensorType(ir.DataType(attribute.as_int()))
+        elif formal.variable in bound:
+            value.type = bound[formal.variable]
+        elif len(allowed) == 1:
+            value.type = _parse(next(iter(allowed)))
+
+
+def _parse(text: str) -> ir.TypeProtocol | None:
+    """The type that ONNX writes as ``tensor(float)`` or ``seq(tensor(int64))``; None for maps."""
+    outer, _, rest = text.removesuffix(")").partition("(")
+    if outer == "tensor" and rest in _ELEMENT:
+        return ir.TensorType(_ELEMENT[rest])
+    if outer in ("seq", "optional") and (inner := _parse(rest)) is not None:
+        return ir.SequenceType(inner) if outer == "seq" else ir.OptionalType(inner)
+    return None
