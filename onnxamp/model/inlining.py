@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
@@ -48,23 +46,31 @@ def inline_float_functions(model: ir.Model) -> bool:
         raise UnsupportedError(
             f"A model-local function cannot be inlined: {text}; inline it before the conversion."
         ) from None
-    _rename_shadows(model.graph, collections.Counter())
+    everything = {value.name for graph in model.graphs() for value in _defined(graph) if value.name}
+    _rename_shadows(model.graph, frozenset(), everything)
     return True
 
 
-def _rename_shadows(graph: ir.Graph, taken: collections.Counter[str]) -> None:
-    """Make every value's name unique in the whole model, those of outer graphs and earlier nodes first."""
+def _defined(graph: ir.Graph) -> list[ir.Value]:
     values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
-    for value in dict.fromkeys(values):
-        if not value.name:
+    return list(dict.fromkeys(values))
+
+
+def _rename_shadows(graph: ir.Graph, outer: frozenset[str], everything: set[str]) -> None:
+    """Rename what an inlined body and a graph inside or around it both define; the inner one gives way."""
+    own: set[str] = set()
+    for value in _defined(graph):
+        name, count = value.name, 1
+        if not name:
             continue
-        name = value.name
-        while taken[name]:
-            taken[value.name] += 1
-            name = f"{value.name}_{taken[value.name]}"
-        taken[name] += 1
-        if name != value.name:
+        if name in outer:
+            while name in everything:
+                count += 1
+                name = f"{value.name}_{count}"
+            everything.add(name)
             value.name = name
+        own.add(name)
+    visible = outer | own
     for node in graph:
         for body in bodies(node):
-            _rename_shadows(body, taken)
+            _rename_shadows(body, visible, everything)

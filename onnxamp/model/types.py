@@ -155,9 +155,9 @@ def _merge(inferred: ir.Shape, declared: ir.Shape | None) -> ir.Shape:
     names = [None] * len(inferred) if declared is None or len(declared) != len(inferred) else list(declared)
     dims: list[int | ir.SymbolicDim] = []
     for dim, name in zip(inferred, names, strict=True):
-        known = [size for size in (dim, name) if isinstance(size, int) and size >= 0]
-        named = [other for other in (name, dim) if isinstance(other, ir.SymbolicDim) and not _is_anonymous(other)]
-        dims.append((*known, *named, ir.SymbolicDim(None))[0])
+        found: list[int | ir.SymbolicDim] = [size for size in (dim, name) if isinstance(size, int) and size >= 0]
+        found += [other for other in (name, dim) if isinstance(other, ir.SymbolicDim) and not _is_anonymous(other)]
+        dims.append(found[0] if found else ir.SymbolicDim(None))
     return ir.Shape(dims)
 
 
