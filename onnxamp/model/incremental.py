@@ -19,6 +19,7 @@ class IncrementalInference:
     """
 
     def __init__(self, opset_imports: Mapping[str, int]) -> None:
+        registry.collect()  # its rules are registered on first use only
         self._opsets = {domain or "": version for domain, version in opset_imports.items()}
         self._context = ShapeInferenceContext(self._opsets, policy="refine")
 
