@@ -1,0 +1,140 @@
+"""The folder of a run: where everything lies, how it is begun, gone on with and read.
+
+RUN/config.toml          the effective options; `onnxamp train --config RUN/config.toml -o NEW` does it again
+RUN/bundle/              the graphs and the state at the start
+RUN/checkpoints/         step-N.safetensors (the newest ones) and best.safetensors
+RUN/metrics.jsonl        one line per window and per evaluation
+RUN/tensorboard/         the same as TensorBoard events, if asked for
+RUN/model.onnx           the trained model
+RUN/report.html          curves and key figures
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from onnxamp import config
+from onnxamp.errors import ModelError, UsageError
+from onnxamp.trainer.callbacks import checkpoints
+from onnxamp.trainer.checkpoint import atomic, disk_error, read
+from onnxamp.trainer.tracking import read_metrics
+
+logger = logging.getLogger("onnxamp")
+
+_OURS = (
+    "config.toml",
+    "bundle",
+    "checkpoints",
+    "metrics.jsonl",
+    "tensorboard",
+    "model.onnx",
+    "report.html",
+    "diagnosis.html",
+    "names.json",
+)
+
+
+class Run:
+    """A run's folder."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.config_path = self.folder / "config.toml"
+        self.bundle_path = self.folder / "bundle"
+        self.checkpoint_folder = self.folder / "checkpoints"
+        self.metrics_path = self.folder / "metrics.jsonl"
+        self.tensorboard_folder = self.folder / "tensorboard"
+        self.model_path = self.folder / "model.onnx"
+        self.report_path = self.folder / "report.html"
+        self.names_path = self.folder / "names.json"
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> Run:
+        """An existing run.
+
+        Raises:
+            UsageError: The folder is no run.
+        """
+        run = cls(folder)
+        if not run.exists:
+            raise UsageError(f"{run.folder} is no folder of a run; `onnxamp train ... -o {run.folder}` makes one.")
+        return run
+
+    @property
+    def exists(self) -> bool:
+        """Whether the folder holds a run."""
+        return self.config_path.is_file()
+
+    def create(self, *, force: bool = False) -> None:
+        """Make the folder for a new run.
+
+        Args:
+            force: Delete the run that is there; other files of the folder stay.
+
+        Raises:
+            UsageError: There is a run, or anything else, and `force` is not given.
+            RuntimeMissingError: The folder cannot be written.
+        """
+        try:
+            if self.folder.is_file():
+                raise UsageError(f"{self.folder} is a file; name a folder for the run.")
+            if self.folder.is_dir() and any(self.folder.iterdir()):
+                if not force:
+                    what = "holds a run" if self.exists else "is not empty"
+                    go_on = "--resume to go on, " if self.exists else ""
+                    raise UsageError(f"{self.folder} {what}: give {go_on}--force to replace it, or another folder.")
+                for name in _OURS:
+                    path = self.folder / name
+                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            self.checkpoint_folder.mkdir(parents=True)
+        except OSError as problem:
+            raise disk_error(self.folder, problem) from problem
+
+    def write_config(self, options: Mapping[str, Any]) -> None:
+        """Save the effective options; with them the folder counts as a run."""
+        self.write_text(self.config_path, config.write(options))
+
+    def read_config(self) -> dict[str, Any]:
+        """The options that the run was begun with."""
+        return config.read(self.config_path)
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Write a file whole or not at all.
+
+        Raises:
+            RuntimeMissingError: The disk is full or the folder may not be written to.
+        """
+        try:
+            with atomic(path) as file:
+                file.write(text.encode())
+        except OSError as problem:
+            raise disk_error(path, problem) from problem
+
+    def newest(self) -> Path:
+        """The newest checkpoint that can be read.
+
+        Raises:
+            ModelError: There is none.
+        """
+        for path in reversed(checkpoints(self.checkpoint_folder)):
+            try:
+                read(path)
+            except ModelError as problem:
+                logger.warning("%s Trying the one before.", problem)
+            else:
+                return path
+        raise ModelError(f"{self.folder} has no checkpoint yet; begin the run again with --force.")
+
+    def best(self) -> Path:
+        """The best checkpoint, or the newest where none was chosen."""
+        path = self.checkpoint_folder / "best.safetensors"
+        return path if path.is_file() else self.newest()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What was recorded so far."""
+        return list(read_metrics(self.metrics_path))
