@@ -1,0 +1,35 @@
+"""`diff`: what changed between two ONNX models, where and why."""
+
+from onnxamp.comparison.compare import diff
+from onnxamp.comparison.records import (
+    CastChange,
+    ConstantChange,
+    Decision,
+    Edited,
+    GraphDiff,
+    Island,
+    ModelChange,
+    ModelInfo,
+    Moved,
+    NodeChange,
+    NodeRef,
+    Renamed,
+    Retyped,
+)
+
+__all__ = [
+    "CastChange",
+    "ConstantChange",
+    "Decision",
+    "Edited",
+    "GraphDiff",
+    "Island",
+    "ModelChange",
+    "ModelInfo",
+    "Moved",
+    "NodeChange",
+    "NodeRef",
+    "Renamed",
+    "Retyped",
+    "diff",
+]

@@ -1,0 +1,102 @@
+"""Casts between float types: what they cast, what it costs, whether they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from onnxamp.comparison.records import CastChange, Change
+from onnxamp.comparison.side import Side, type_name
+from onnxamp.dtypes import BY_IR
+
+
+def elements(shape: ir.Shape | None) -> tuple[int | None, bool]:
+    """Number of elements, and whether it rests on assumed sizes: 1 for an unknown first dimension, 64 for others."""
+    if shape is None:
+        return None, True
+    count, assumed = 1, False
+    for axis, size in enumerate(shape):
+        if isinstance(size, int):
+            count *= size
+        else:
+            count, assumed = count * (1 if axis == 0 else 64), True
+    return count, assumed
+
+
+def shape_text(shape: ir.Shape | None) -> str:
+    """A shape as text: ``[2,N,64]``, "" if the rank is unknown, ``?`` for an unnamed dimension."""
+    if shape is None:
+        return ""
+    sizes = [str(size) if isinstance(size, int) else str(size.value or "?") for size in shape]
+    return f"[{','.join(sizes)}]"
+
+
+def describe(side: Side, node: ir.Node, change: Change, others: Mapping[ir.Value, ir.Value]) -> CastChange:
+    """The record of a Cast of `side`; `others` are the values of the other model, by those of this one."""
+    read, result = node.inputs[0], node.outputs[0]
+    assert read is not None
+    target = ir.DataType(node.attributes["to"].as_int())
+    shape = result.shape if result.shape is not None else read.shape
+    source = read.dtype
+    size = traffic(node)
+    root = side.root(result)
+    return CastChange(
+        change=change,
+        node=side.ref(node),
+        tensor=others.get(root, root).name or "",
+        source=type_name(source),
+        target=type_name(target),
+        shape=shape_text(shape),
+        bytes=size,
+        assumed=elements(shape)[1],
+        fan_out=len(result.uses()) + result.is_graph_output(),
+        constant=root in side.constants,
+        redundant=redundant(side, node),
+    )
+
+
+def traffic(node: ir.Node) -> int | None:
+    """Bytes that a Cast reads and writes; None if the rank is unknown."""
+    read, result = node.inputs[0], node.outputs[0]
+    assert read is not None
+    count, _ = elements(result.shape if result.shape is not None else read.shape)
+    if count is None:
+        return None
+    kinds = read.dtype or ir.DataType.FLOAT, ir.DataType(node.attributes["to"].as_int())
+    return count * sum(kind.bitwidth // 8 for kind in kinds)
+
+
+def redundant(side: Side, node: ir.Node) -> str:
+    """Why a Cast is not needed; "" if it is.
+
+    A Cast is redundant if it changes no type, if nothing reads it, if another of the same value to the same type stands
+    before it in the same graph, or if it only narrows again what a Cast has just widened. A narrowing Cast that is widened
+    again at once rounds its value, and nothing else.
+    """
+    read, result = node.inputs[0], node.outputs[0]
+    assert read is not None
+    target = node.attributes["to"].as_int()
+    if read.dtype is not None and read.dtype == target:
+        return "it changes no type"
+    if not result.uses() and not result.is_graph_output():
+        return "nothing reads it"
+    for other, _ in read.uses():
+        if (
+            other is not node
+            and other in side.index
+            and side.is_cast(other)
+            and side.scope[other] is side.scope[node]
+            and other.attributes["to"].as_int() == target
+            and side.index[other] < side.index[node]
+        ):
+            return f"it repeats {other.name or other.outputs[0].name}"
+    producer = read.producer()
+    if producer is not None and side.is_cast(producer):
+        origin = producer.inputs[0]
+        assert origin is not None
+        if origin.dtype == target and read.dtype in BY_IR and target in BY_IR:
+            if BY_IR[ir.DataType(target)].bits < BY_IR[read.dtype].bits:
+                return f"it undoes {producer.name or read.name}"
+            return f"with {producer.name or read.name} it only rounds {origin.name}"
+    return ""

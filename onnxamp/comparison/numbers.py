@@ -1,0 +1,49 @@
+"""Errors of values between two models, as measured."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueNumbers:
+    """The error of one matched value, over all samples, under strict emulation of both models.
+
+    Attributes:
+        name, counterpart: Its names in the first and second model.
+        node, op: The node that computes it in the second model.
+        max_error: Largest absolute difference between finite elements.
+        scale: Largest finite magnitude in the first model.
+        snr: Signal to noise ratio in dB; None if the values are equal, or if the signal is zero.
+        nonfinite: Elements that are NaN or infinite on one side only.
+        elements: Elements compared.
+    """
+
+    name: str
+    counterpart: str
+    node: str
+    op: str
+    max_error: float
+    scale: float
+    snr: float | None
+    nonfinite: int
+    elements: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """Errors of the values of two models on the same data.
+
+    Attributes:
+        data: Where the inputs came from.
+        samples: Number of input sets.
+        values: Matched float values in the order of the graph.
+        first_divergence: Name of the first value whose error is above `tolerance` of its scale, or "" if there is none.
+        tolerance: That bound.
+    """
+
+    data: str
+    samples: int
+    values: tuple[ValueNumbers, ...]
+    first_divergence: str
+    tolerance: float
