@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from onnxamp.dtypes import BY_IR
-from onnxamp.model.signatures import Signature, signature
+from onnxamp.model.signatures import Formal, Signature, signature
 
 # Operators that read only the shape of their operand.
 SHAPE_ONLY = frozenset({"Shape", "Size"})
@@ -53,6 +53,13 @@ class Read:
     value: ir.Value
     site: ir.Node | ir.Graph
     index: int
+
+    def redirect(self, value: ir.Value) -> None:
+        """Make this place read another value."""
+        if isinstance(self.site, ir.Node):
+            self.site.replace_input_with(self.index, value)
+        else:
+            self.site.outputs[self.index] = value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,6 +152,11 @@ def _holds_floats(value: ir.Value | None) -> bool:
     return wrapped and isinstance(kind, ir.TensorType) and kind.dtype in BY_IR
 
 
+def _variable(formal: Formal | None, alone: str) -> str:
+    """The type variable of an operand, or a name of its own where several operands of one formal may differ."""
+    return alone if formal is None or not formal.homogeneous else formal.variable
+
+
 class _Builder:
     def __init__(self, model: ir.Model) -> None:
         self.model = model
@@ -156,12 +168,10 @@ class _Builder:
     def add(
         self, node: ir.Node | None, variable: str, reads: list[Read], writes: list[ir.Value], fixed: str | None
     ) -> None:
-        """One unit of the float operands among `reads` and `writes`; a partner without type fixes it."""
+        """One unit of the float operands among `reads` and `writes`; a partner that is none, or has no type, fixes it."""
         partners = [r.value for r in reads] + writes
         kinds = {v.dtype for v in partners if is_float(v)}
-        if not kinds or any(v.type is not None and not is_float(v) and not _holds_floats(v) for v in partners):
-            return
-        if any(v.type is None for v in partners) or len(kinds) > 1:
+        if not all(is_float(v) for v in partners) or len(kinds) > 1:
             fixed = fixed or "untyped"
         for dtype in sorted(kinds):  # type: ignore[type-var]
             assert dtype is not None
@@ -169,8 +179,8 @@ class _Builder:
                 node,
                 variable,
                 dtype,
-                tuple(r for r in reads if r.value.dtype == dtype),
-                tuple(w for w in writes if w.dtype == dtype),
+                tuple(r for r in reads if is_float(r.value) and r.value.dtype == dtype),
+                tuple(w for w in writes if is_float(w) and w.dtype == dtype),
                 fixed,
             )
             self.units.append(unit)
@@ -219,7 +229,10 @@ class _Builder:
             self.plain(node, signed)
 
     def plain(self, node: ir.Node, signed: Signature | None) -> None:
-        """A node without control flow: one unit a type variable; operands without variable stand alone."""
+        """A node without control flow: one unit a type variable; operands without variable stand alone.
+
+        If it has bodies all the same (SequenceMap, Scan-8), nothing is known of what ties them: their borders keep their types.
+        """
         fixed = None
         if signed is None:
             fixed = "unknown operator"
@@ -228,16 +241,19 @@ class _Builder:
         groups: dict[str, tuple[list[Read], list[ir.Value]]] = {}
         for index, value in enumerate(node.inputs):
             if value is not None:
-                formal = signed.input(index) if signed else None
-                groups.setdefault(formal.variable if formal else f"input[{index}]", ([], []))[0].append(
-                    Read(value, node, index)
-                )
+                name = _variable(signed.input(index) if signed else None, f"input[{index}]")
+                groups.setdefault(name, ([], []))[0].append(Read(value, node, index))
         for index, value in enumerate(node.outputs):
-            formal = signed.output(index) if signed else None
-            groups.setdefault(formal.variable if formal else f"output[{index}]", ([], []))[1].append(value)
+            name = _variable(signed.output(index) if signed else None, f"output[{index}]")
+            groups.setdefault(name, ([], []))[1].append(value)
         for variable, (reads, writes) in groups.items():
             literal = signed is not None and variable not in signed.types
             self.add(node, variable, reads, writes, fixed or ("literal" if literal else None))
+        for number, body in enumerate(bodies(node)):
+            for index, value in enumerate(body.inputs):
+                self.add(node, f"body[{number}].input[{index}]", [], [value], fixed)
+            for index, value in enumerate(body.outputs):
+                self.add(node, f"body[{number}].output[{index}]", [Read(value, body, index)], [], fixed)
 
     def branches(self, node: ir.Node) -> None:
         graphs = list(bodies(node))
