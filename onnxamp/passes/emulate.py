@@ -22,11 +22,11 @@ import itertools
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass
 
 from onnxamp.dtypes import LOW
 from onnxamp.errors import UnsupportedError
 from onnxamp.model import types
+from onnxamp.model.inlining import inline_float_functions
 from onnxamp.model.signatures import signature
 
 # Each result element is an element of an operand or a constant that is exact in the type, so it needs no rounding.
@@ -49,14 +49,18 @@ def emulate(model: ir.Model) -> ir.Model:
         model: Any model: converted, training graph, or one that was exported in 16 bits.
 
     Raises:
-        UnsupportedError: A 16-bit sequence in the interface below opset 17, or a 16-bit optional there.
+        UnsupportedError: A 16-bit sequence in the interface below opset 17, a 16-bit optional there, or a function that
+            cannot be inlined.
     """
     result = model.clone()
-    if result.functions:
-        InlinePass()(result)
-    if any(value.type is None for node in result.graph.all_nodes() for value in node.outputs if value.name):
+    graph = result.graph
+    declared = [value.shape for value in (*graph.inputs, *graph.outputs)]
+    types.infer(result)
+    if inline_float_functions(result):
         types.infer(result)
     _Emulation(result).run()
+    for value, shape in zip((*graph.inputs, *graph.outputs), declared, strict=True):
+        value.shape = shape  # as it was, not as inferred
     return result
 
 
