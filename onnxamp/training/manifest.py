@@ -253,7 +253,9 @@ class Manifest:
             raw = json.loads(text)
             version = raw["version"]
             if version != VERSION:
-                raise ModelError(f"The bundle has format version {version}; this onnxamp reads {VERSION}: build it again.")
+                raise ModelError(
+                    f"The bundle has format version {version}; this onnxamp reads {VERSION}: build it again."
+                )
             return cls(
                 level=raw["level"],
                 dtype=raw["dtype"],
@@ -269,7 +271,9 @@ class Manifest:
                 notes=tuple(raw["notes"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as problem:
-            raise ModelError(f"manifest.json is not a bundle's manifest ({problem}): build the bundle again.") from problem
+            raise ModelError(
+                f"manifest.json is not a bundle's manifest ({problem}): build the bundle again."
+            ) from problem
 
 
 def _port(raw: dict[str, Any]) -> Port:
