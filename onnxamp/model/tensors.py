@@ -85,10 +85,10 @@ class ConvertedTensor(ir.LazyTensor):
     Args:
         source: A float tensor.
         kind: The precision wanted.
-        floor: Finite values below it become it (the clamp of a mask's constant), or None.
+        limit: Finite elements are clipped to [-limit, limit] (the clamp of a mask's constant); None changes none.
     """
 
-    def __init__(self, source: ir.TensorProtocol, kind: FloatType, floor: float | None = None) -> None:
+    def __init__(self, source: ir.TensorProtocol, kind: FloatType, limit: float | None = None) -> None:
         assert isinstance(source.shape, ir.Shape)
         super().__init__(
             lambda: ir.Tensor(self.convert(source.numpy()), dtype=kind.ir),
@@ -100,12 +100,13 @@ class ConvertedTensor(ir.LazyTensor):
         )
         self.source = source
         self.kind = kind
-        self.floor = floor
+        self.limit = limit
 
     def convert(self, array: np.ndarray) -> np.ndarray:
         """`array` in this tensor's precision."""
-        if self.floor is not None:
-            array = np.where(np.isfinite(array) & (array < self.floor), np.asarray(self.floor, array.dtype), array)
+        if self.limit is not None:
+            bound = np.asarray(self.limit, array.dtype)
+            array = np.where(np.isfinite(array), np.clip(array, -bound, bound), array)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             return array.astype(self.kind.numpy)
 

@@ -244,8 +244,9 @@ class _Builder:
                 name = _variable(signed.input(index) if signed else None, f"input[{index}]")
                 groups.setdefault(name, ([], []))[0].append(Read(value, node, index))
         for index, value in enumerate(node.outputs):
-            name = _variable(signed.output(index) if signed else None, f"output[{index}]")
-            groups.setdefault(name, ([], []))[1].append(value)
+            if value.name:  # an omitted output has none
+                name = _variable(signed.output(index) if signed else None, f"output[{index}]")
+                groups.setdefault(name, ([], []))[1].append(value)
         for variable, (reads, writes) in groups.items():
             literal = signed is not None and variable not in signed.types
             self.add(node, variable, reads, writes, fixed or ("literal" if literal else None))
