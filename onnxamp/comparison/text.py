@@ -1,0 +1,307 @@
+"""A diff as plain text and as Markdown, from the same rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from onnxamp.comparison.records import LISTS, CastChange, ConstantChange, GraphDiff, Island
+from onnxamp.comparison.rules import rule
+
+PARTS = ("islands", "casts", "constants", "nodes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A titled table; `note` stands in for rows that were not listed."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    note: str = ""
+
+
+def size(count: int | None, assumed: bool = False) -> str:
+    """Bytes as text; "~" marks assumed dimensions."""
+    if count is None:
+        return "?"
+    value, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    text = f"{count} B" if unit == "B" else f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+    return f"~{text}" if assumed else text
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def names(result: GraphDiff) -> tuple[str, str]:
+    """What to call the two models."""
+    return result.before.label or "the first model", result.after.label or "the second model"
+
+
+def verdict(result: GraphDiff) -> str:
+    """One sentence: what differs."""
+    one, other = names(result)
+    if result.empty:
+        return f"{one} and {other} are the same."
+    facts = []
+    if result.retyped:
+        kinds = Counter(f"{r.before or '-'} → {r.after or '-'}" for r in result.retyped if r.before != r.after)
+        shown = f" ({', '.join(f'{n} {kind}' for kind, n in kinds.most_common())})" if kinds else ""
+        facts.append(plural(len(result.retyped), "node") + " retyped" + shown)
+    for change in ("added", "removed"):
+        count = sum(c.change == change for c in result.casts)
+        if count:
+            facts.append(f"{plural(count, 'Cast')} {change}")
+    for change, word in (("added", ""), ("removed", " less")):
+        count = sum(i.change == change for i in result.islands)
+        if count:
+            facts.append(f"{plural(count, 'fp32 island')}{word}")
+    if result.constants:
+        altered = sum(c.altered for c in result.constants)
+        retyped = len(result.constants) - altered
+        if retyped:
+            facts.append(f"{plural(retyped, 'constant')} retyped")
+        if altered:
+            facts.append(f"{plural(altered, 'constant')} with other values")
+    facts.append(f"{plural(result.others, 'other difference')}" if result.others else "nothing else")
+    return f"{one} → {other}: {', '.join(facts)}."
+
+
+def counts(result: GraphDiff) -> Part:
+    """The table of counts, before and after."""
+    a, b = result.before, result.after
+
+    def row(label: str, before: object, after: object) -> tuple[str, str, str]:
+        return label, str(before), str(after)
+
+    rows = [row("nodes (without Casts)", a.nodes, b.nodes)]
+    for title, ours, theirs in (
+        ("", dict(a.precisions), dict(b.precisions)),
+        ("heavy ", dict(a.heavy), dict(b.heavy)),
+    ):
+        for kind in sorted({*ours, *theirs}):
+            rows.append(row(f"{title}nodes in {kind}", ours.get(kind, 0), theirs.get(kind, 0)))
+    rows.append(row("float Casts", a.casts, b.casts))
+    rows.append(row("bytes of constants", size(a.constant_bytes), size(b.constant_bytes)))
+    for key in dict.fromkeys([*dict(a.options), *dict(b.options)]):
+        rows.append(row(f"onnxamp {key}", dict(a.options).get(key, ""), dict(b.options).get(key, "")))
+    return Part("Counts", ("", "before", "after"), rows)
+
+
+def codes_text(codes: Iterable[tuple[str, int]]) -> str:
+    """``AMP105 softmax (2), no recorded reason (1)``."""
+    found = []
+    for code, count in codes:
+        page = rule(code) if code else None
+        found.append(f"{code or 'no recorded reason'}{f' {page.title}' if page else ''} ({count})")
+    return ", ".join(found)
+
+
+def island_rows(islands: Sequence[Island]) -> list[tuple[str, ...]]:
+    rows = []
+    for k, island in enumerate(islands, 1):
+        shown = ", ".join(f"{node} ({node.op})" for node in island.nodes[:4])
+        if len(island.nodes) > 4:
+            shown += f" and {len(island.nodes) - 4} more"
+        rows.append(
+            (
+                ("+" if island.change == "added" else "-") + str(k),
+                shown,
+                f"{len(island.entering)} in, {len(island.leaving)} out, {size(island.bytes)}",
+                codes_text(island.codes),
+                "; ".join(island.remedies) or "-",
+            )
+        )
+    return rows
+
+
+def cast_row(cast: CastChange) -> tuple[str, ...]:
+    return (
+        "+" if cast.change == "added" else "-",
+        f"{cast.source or '?'} → {cast.target}",
+        (f"{cast.node.scope}: " if cast.node.scope else "") + cast.tensor + (" (constant)" if cast.constant else ""),
+        cast.shape or "?",
+        size(cast.bytes, cast.assumed),
+        str(cast.fan_out),
+        cast.redundant or "-",
+    )
+
+
+def constant_effect(c: ConstantChange) -> str:
+    """What happened to the values."""
+    if not c.before or not c.after:
+        return f"only in {'the first' if c.before else 'the second'} model, unused"
+    facts = []
+    if c.shape_before != c.shape_after:
+        facts.append(f"shape {list(c.shape_before)} → {list(c.shape_after)}")
+    for key, word in (
+        ("clamped", "clamped"),
+        ("overflowed", "overflowed to infinity"),
+        ("flushed", "flushed to zero"),
+        ("changed", "changed"),
+        ("rounded", "rounded"),
+    ):
+        if count := getattr(c, key):
+            facts.append(f"{count:,} {word}")
+    if not facts and not c.moved:
+        facts.append("exact")
+    if c.moved:
+        facts.append(c.moved)
+    if c.max_error:
+        facts.append(f"largest error {c.max_error:.3g}")
+    return ", ".join(facts)
+
+
+def constant_row(c: ConstantChange) -> tuple[str, ...]:
+    name = c.before if c.before == c.after else " → ".join(filter(None, (c.before, c.after)))
+    kinds = c.type_before if c.type_before == c.type_after else f"{c.type_before or '-'} → {c.type_after or '-'}"
+    return name, kinds, f"{c.elements:,}", constant_effect(c), ", ".join(c.uses[:3]) + (" …" if len(c.uses) > 3 else "")
+
+
+def other_rows(result: GraphDiff) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    rows += [("node " + n.change, f"{n.node} ({n.node.op})", "", "") for n in result.nodes]
+    rows += [(f"{r.kind} renamed", r.scope or "main graph", r.before or "-", r.after or "-") for r in result.renamed]
+    rows += [("node moved", str(m.node), f"{m.node.index}", f"{m.counterpart.index}") for m in result.moved]
+    rows += [(e.what, f"{e.node} ({e.node.op})", e.before or "-", e.after or "-") for e in result.edited]
+    rows += [("model", m.what, m.before or "-", m.after or "-") for m in result.model]
+    return rows
+
+
+def parts(result: GraphDiff, only: str | None = None) -> list[Part]:
+    """The tables of a diff; `only` one of `PARTS`."""
+    found = []
+    if only in (None, "islands") and (result.islands or only):
+        columns = ("", "nodes", "boundary Casts", "reasons", "what would dissolve it")
+        found.append(Part("fp32 islands", columns, island_rows(result.islands)))
+    if only in (None, "casts") and (result.casts or only):
+        columns = ("", "direction", "tensor", "shape", "bytes", "reads", "redundant")
+        found.append(Part("Casts", columns, [cast_row(c) for c in result.casts]))
+    if only in (None, "constants") and (result.constants or only):
+        listed = [c for c in result.constants if c.altered or only]
+        rest = [c for c in result.constants if not (c.altered or only)]
+        note = ""
+        if rest:
+            worst = max(rest, key=lambda c: c.max_error)
+            note = f"{plural(len(rest), 'further constant')} only got another type"
+            note += (
+                f", largest rounding error {worst.max_error:.3g} in {worst.before}."
+                if worst.max_error
+                else ", exactly."
+            )
+        columns = ("constant", "type", "elements", "values", "read by")
+        found.append(Part("Constants", columns, [constant_row(c) for c in listed], note))
+    if only in (None, "nodes") and (result.retyped or only):
+        columns = ("node", "operator", "precision", "code")
+        rows = [
+            (
+                str(r.node),
+                r.node.op,
+                f"{r.before} → {r.after}"
+                if r.before != r.after
+                else ", ".join(f"{s} {x} → {y}" for s, x, y in r.slots),
+                (r.decision or r.decision_before).code if (r.decision or r.decision_before) else "-",  # type: ignore[union-attr]
+            )
+            for r in result.retyped
+        ]
+        found.append(Part("Retyped nodes", columns, rows))
+    if only in (None, "nodes"):
+        rows = other_rows(result)
+        found.append(Part("Everything else", ("what", "where", "before", "after"), rows, "" if rows else "Nothing."))
+    if result.numbers is not None and only is None:
+        worst_first = sorted(result.numbers.values, key=lambda v: (v.nonfinite == 0, v.snr is None, v.snr or 0.0))
+        rows = [
+            (
+                v.name,
+                f"{v.node} ({v.op})",
+                f"{v.max_error:.3g}",
+                f"{v.scale:.3g}",
+                "equal" if v.snr is None else f"{v.snr:.1f} dB",
+                str(v.nonfinite),
+            )
+            for v in worst_first
+        ]
+        first = result.numbers.first_divergence
+        note = (
+            f"{plural(result.numbers.samples, 'sample')} of {result.numbers.data}, both models under strict emulation. "
+        )
+        note += (
+            f"The first value that is off by more than {result.numbers.tolerance:g} of its largest magnitude is {first}."
+            if first
+            else f"No value is off by more than {result.numbers.tolerance:g} of its largest magnitude."
+        )
+        found.append(
+            Part("Numbers, worst first", ("value", "node", "max error", "max value", "SNR", "NaN/Inf"), rows, note)
+        )
+    return found
+
+
+def to_text(result: GraphDiff, only: str | None = None, limit: int | None = 30) -> str:
+    """Plain text: the verdict, the counts, the tables, at most `limit` rows of each."""
+    blocks = [verdict(result)]
+    if not only and not result.empty:
+        blocks.append(_aligned(counts(result).columns, counts(result).rows))
+    if only or not result.empty or result.numbers is not None:
+        for part in parts(result, only):
+            shown = part.rows if limit is None else part.rows[:limit]
+            lines = [f"{part.title} ({len(part.rows):,})"]
+            if part.note:
+                lines.append("  " + part.note)
+            if shown:
+                lines.append(_aligned(part.columns, shown))
+            if len(shown) < len(part.rows):
+                lines.append(f"  … and {len(part.rows) - len(shown):,} more (--all lists them)")
+            blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _aligned(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    clean = [tuple(_line(cell) for cell in row) for row in (columns, *rows)]
+    widths = [min(max(map(len, column)), 60) for column in zip(*clean, strict=True)]
+    return "\n".join(
+        ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip() for row in clean
+    )
+
+
+def _line(text: str) -> str:
+    """Text on one line, without control characters that a terminal would obey."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def to_markdown(result: GraphDiff, only: str | None = None) -> str:
+    """GitHub-flavoured Markdown: the same tables, whole."""
+    lines = [f"**{_escape(verdict(result))}**"]
+    tables = parts(result, only) if only or not result.empty or result.numbers is not None else []
+    for part in ([] if only or result.empty else [counts(result)]) + tables:
+        lines += ["", f"## {part.title}", ""]
+        if part.note:
+            lines += [_escape(part.note), ""]
+        if part.rows:
+            lines.append("| " + " | ".join(part.columns) + " |")
+            lines.append("|" + " --- |" * len(part.columns))
+            lines += ["| " + " | ".join(_escape(cell) for cell in row) + " |" for row in part.rows]
+    return "\n".join(lines) + "\n"
+
+
+def _escape(text: str) -> str:
+    clean = _line(text)
+    for mark in "\\`*_[]|#":
+        clean = clean.replace(mark, "\\" + mark)
+    return clean.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def select(data: dict[str, Any], only: str | None) -> dict[str, Any]:
+    """JSON data in which the lists of the other parts are empty, so that the schema holds for it too."""
+    if only is None:
+        return data
+    kept = {"islands": ("islands",), "casts": ("casts",), "constants": ("constants",)}.get(only)
+    if kept is None:
+        kept = tuple(name for name in LISTS if name not in ("islands", "casts", "constants"))
+    return {k: [] if k in LISTS and k not in kept else v for k, v in data.items()}
