@@ -8,6 +8,7 @@ import numpy as np
 
 from onnxamp.errors import InternalError
 from onnxamp.ort.providers import runtime
+from onnxamp.ort.session import run_error, to_numpy
 from onnxamp.ort.values import View, element_type
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Binding:
         self._options = run_options
         # A bound pointer does not keep its memory alive.
         self._alive: dict[tuple[str, str], object] = {}
+        self._order: dict[str, bool] = {}  # outputs in the order of their first binding; True if the runtime allocates
 
     def input(self, name: str, view: View) -> None:
         """Read the input `name` from `view` in every run from now on."""
@@ -43,6 +45,7 @@ class Binding:
         buffer = view.buffer
         self._binding.bind_output(name, buffer.device, buffer.device_id, view.element_type, view.shape, view.pointer)
         self._alive["output", name] = buffer
+        self._order[name] = False
 
     def feed(self, name: str, values: NDArray[Any]) -> None:
         """Read the input `name` from `values`, an array on the host, from now on.
@@ -61,16 +64,24 @@ class Binding:
             self._binding.bind_cpu_input(name, values)
             self._alive["input", name] = values
 
-    def fetch(self, name: str, device: str = "cpu") -> None:
-        """Let the runtime allocate the output `name` anew in every run (its shape depends on the batch)."""
-        self._binding.bind_output(name, device)
-        self._alive.pop(("output", name), None)
+    def fetch(self, name: str) -> None:
+        """Let the runtime allocate the output `name` on the host, anew in every run: its shape depends on the batch."""
+        self._binding.bind_output(name, "cpu")
+        self._order[name] = True
 
     def run(self) -> None:
-        """Run the session once."""
-        self._session.run_with_iobinding(self._binding, self._options)
+        """Run the session once.
 
-    def outputs(self) -> list[Any]:
-        """The outputs of the last run, as `OrtValue`s in the order in which they were bound."""
-        values: list[Any] = self._binding.get_outputs()
-        return values
+        Raises:
+            DataError: A node fails on these values.
+            UnsupportedError: A node has no kernel for the types that arrive.
+        """
+        try:
+            self._session.run_with_iobinding(self._binding, self._options)
+        except Exception as problem:
+            raise run_error(problem) from problem
+
+    def fetched(self) -> dict[str, Any]:
+        """The outputs of the last run that were to be fetched, by name."""
+        values = dict(zip(self._order, self._binding.get_outputs(), strict=True))
+        return {name: to_numpy(values[name]) for name, fetched in self._order.items() if fetched}

@@ -52,9 +52,11 @@ def aligned(nbytes: int) -> NDArray[np.uint8]:
 
 def numpy_type(element_type: int) -> np.dtype[Any]:
     """The numpy type of an ONNX element type; bf16 comes from ml_dtypes."""
-    if element_type == onnx.TensorProto.BFLOAT16:
-        return np.dtype(ml_dtypes.bfloat16)
-    dtype: np.dtype[Any] = onnx.helper.tensor_dtype_to_np_dtype(element_type)
+    dtype: np.dtype[Any] = (
+        np.dtype(ml_dtypes.bfloat16)
+        if element_type == onnx.TensorProto.BFLOAT16
+        else onnx.helper.tensor_dtype_to_np_dtype(element_type)
+    )
     return dtype
 
 

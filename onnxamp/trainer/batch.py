@@ -1,0 +1,139 @@
+"""Checks of one micro-batch against what the graphs ask for, before the runtime sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxamp.errors import DataError
+from onnxamp.trainer.arenas import numpy_dtype
+from onnxamp.training.manifest import Labels, Port
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A checked micro-batch.
+
+    Attributes:
+        feeds: Contiguous arrays for every data input.
+        rows: Size of the first dimension of the input that counts rows.
+        nan: Which input holds NaN, and where, in words; None if none does.
+    """
+
+    feeds: dict[str, NDArray[Any]]
+    rows: int
+    nan: str | None
+
+
+class BatchCheck:
+    """Knows what a batch must look like.
+
+    Args:
+        ports: The inputs of kind data, labels and weights.
+        rows: Name of the input whose first size is the number of rows.
+        labels: Range of the labels, if the loss has index labels.
+    """
+
+    def __init__(self, ports: Sequence[Port], rows: str, labels: Labels | None = None) -> None:
+        self._ports = tuple(ports)
+        self._rows = rows
+        self._labels = labels
+
+    def __call__(self, batch: Mapping[str, Any]) -> Batch:
+        """The batch, ready to be fed; without `weights` every row weighs 1.
+
+        Raises:
+            DataError: An input is missing, unknown, empty, or of the wrong type, shape or range.
+        """
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                f"A batch is a dict from input names to arrays, not {type(batch).__name__}; inputs: {self._expected()}."
+            )
+        names = [port.name for port in self._ports]
+        missing = [port.name for port in self._ports if port.name not in batch and port.kind != "weights"]
+        extra = [name for name in batch if name not in names]
+        if missing or extra:
+            parts = [f"lacks {', '.join(map(repr, missing))}"] if missing else []
+            parts += [f"has {', '.join(map(repr, extra))}, which the model does not take"] if extra else []
+            raise DataError(f"The batch {' and '.join(parts)}; expected inputs: {self._expected()}.")
+        feeds: dict[str, NDArray[Any]] = {}
+        sizes: dict[str, tuple[int, str]] = {}
+        nan = None
+        for port in self._ports:
+            if port.name not in batch:
+                feeds[port.name] = np.ones(1, np.float32)
+                continue
+            array = np.asarray(batch[port.name])
+            _check_form(port, array, sizes)
+            feeds[port.name] = np.ascontiguousarray(array).reshape(array.shape)
+            if port.kind == "labels" and self._labels is not None:
+                _check_labels(port.name, array, self._labels)
+            if nan is None:
+                nan = _first_nan(port.name, array)
+        return Batch(feeds, int(feeds[self._rows].shape[0]), nan)
+
+    def _expected(self) -> str:
+        return ", ".join(f"{port.name} {port.dtype}{_sizes(port.shape)}" for port in self._ports)
+
+
+def _check_form(port: Port, array: NDArray[Any], sizes: dict[str, tuple[int, str]]) -> None:
+    wanted = f"{port.dtype}{_sizes(port.shape)}"
+    found = f"{array.dtype}{_sizes(array.shape)}"
+    if array.dtype != numpy_dtype(port.dtype):
+        raise DataError(f"The input {port.name!r} should be {wanted}, the batch has {found}: cast it to {port.dtype}.")
+    if array.ndim != len(port.shape):
+        raise DataError(f"The input {port.name!r} should be {wanted}, the batch has {found}.")
+    for axis, (expected, size) in enumerate(zip(port.shape, array.shape, strict=True)):
+        if size == 0:
+            raise DataError(f"The input {port.name!r} is empty ({found}): a batch needs at least one row.")
+        if isinstance(expected, int) and expected != size:
+            raise DataError(f"The input {port.name!r} should be {wanted}, the batch has {found} (dimension {axis}).")
+        if isinstance(expected, str) and not (port.kind == "weights" and array.size == 1):
+            known, owner = sizes.setdefault(expected, (size, port.name))
+            if known != size:
+                raise DataError(
+                    f"The inputs {owner!r} and {port.name!r} share the size {expected!r}, "
+                    f"but the batch has {known} in the first and {size} in the second."
+                )
+
+
+def _check_labels(name: str, array: NDArray[Any], labels: Labels) -> None:
+    if labels.classes is None or array.dtype.kind not in "iu":
+        return
+    lowest, highest = int(array.min()), int(array.max())
+    if lowest >= 0 and highest < labels.classes:
+        return
+    wrong = (array < 0) | (array >= labels.classes)
+    if labels.ignore_index is not None:
+        wrong &= array != labels.ignore_index
+    if wrong.any():
+        place = np.argwhere(wrong)[0].tolist()
+        ignored = "" if labels.ignore_index is None else f" (or {labels.ignore_index}, which is ignored)"
+        raise DataError(
+            f"The input {name!r} has the label {int(array[tuple(place)])} at {place}, "
+            f"but the model has {labels.classes} classes: labels are 0 to {labels.classes - 1}{ignored}."
+        )
+
+
+def _first_nan(name: str, array: NDArray[Any]) -> str | None:
+    """Where the first NaN of a float array is, in words."""
+    if array.dtype.kind not in "fV":
+        return None
+    values = array if array.dtype.kind == "f" and array.dtype.itemsize >= 4 else array.astype(np.float32)
+    flat = values.reshape(-1)
+    # One pass at the speed of memory; only a sum that is not finite needs a second look (it may have overflowed).
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(np.dot(flat, flat)):
+            return None
+    bad = np.isnan(values)
+    if not bad.any():
+        return None
+    return f"the input {name!r} holds {int(bad.sum())} NaN, the first at {np.argwhere(bad)[0].tolist()}"
+
+
+def _sizes(shape: Sequence[int | str]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

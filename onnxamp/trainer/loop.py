@@ -1,0 +1,248 @@
+"""The training protocol of a bundle: micro-batches add up to windows, and a window changes the state at its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from onnxamp.errors import DivergedError
+from onnxamp.ort.values import Buffer, View, element_type
+from onnxamp.trainer.arenas import Arenas, Piece
+from onnxamp.trainer.batch import Batch
+from onnxamp.trainer.collective import Collective
+from onnxamp.trainer.program import Program
+from onnxamp.training.manifest import REPORT, Manifest
+
+_FLOAT = element_type(np.dtype(np.float32))
+# Reading from a device waits for it, so the count of windows skipped in a row is not read after each of them.
+_LOOK_EVERY = 16
+
+
+class Window:
+    """The micro-batches whose gradients are added before the parameters change.
+
+    Attributes:
+        micro_steps: Micro-batches so far, of this rank.
+        rows: Rows so far, over all ranks.
+        nan: What is known of NaN in its data, in words.
+    """
+
+    def __init__(self, micro_steps: int = 0, rows: int = 0, nan: str | None = None) -> None:
+        self.micro_steps = micro_steps
+        self.rows = rows
+        self.nan = nan
+        self.report: View | None = None
+
+
+class StepResult:
+    """What came of a micro-step; the numbers are copied from the device when they are first asked for."""
+
+    def __init__(self, window: Window, loss: View, scale: View, ended: bool) -> None:
+        self._window = window
+        self._loss = loss
+        self._scale = scale
+        self._ended = ended
+        self._report: dict[str, float] | None = None
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of this micro-batch (0 if no row has weight)."""
+        return float(self._loss.read())
+
+    @property
+    def report(self) -> dict[str, float] | None:
+        """The fields of `manifest.REPORT` if this micro-step ended a window, else None."""
+        if not self._ended or self._window.report is None:
+            return None
+        if self._report is None:
+            self._report = dict(zip(REPORT, map(float, self._window.report.read()), strict=True))
+        return self._report
+
+    @property
+    def applied(self) -> bool:
+        """This micro-step ended a window and the parameters were updated."""
+        return bool(self.report and self.report["ok"])
+
+    @property
+    def skipped(self) -> bool:
+        """This micro-step ended a window whose gradient was not finite: nothing but the loss scale changed."""
+        return bool(self.report and self.report["found_inf"])
+
+    @property
+    def scale(self) -> float:
+        """The loss scale that this micro-step was run with."""
+        return self.report["loss_scale"] if self.report else float(self._scale.read())
+
+    @property
+    def cause(self) -> str | None:
+        """Why the window was skipped, in words; None if it was not."""
+        if not self.report or not self.skipped:
+            return None
+        if self._window.nan is not None:
+            return self._window.nan
+        bad = int(self.report["bad_losses"])
+        if bad:
+            return f"the loss is not finite in {bad} of {int(self.report['micro_steps'])} micro-batches"
+        return f"a gradient overflowed at loss scale {self.report['loss_scale']:g}"
+
+
+class Loop:
+    """Runs the graphs of a bundle in the order that its protocol asks for.
+
+    Args:
+        manifest: The bundle's manifest.
+        arenas: The state.
+        programs: grad, reduce and update.
+        pieces: The ranges that update.onnx is run on.
+        accumulate: Micro-batches in a window.
+        collective: The processes that train together.
+        weight_sum: Runs eval.onnx for the sum of weights of a batch, a float32 scalar.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        arenas: Arenas,
+        programs: Mapping[str, Program],
+        pieces: list[Piece],
+        accumulate: int,
+        collective: Collective,
+        weight_sum: Callable[[Batch], View],
+    ) -> None:
+        self.accumulate = accumulate
+        self.window = Window()
+        self._manifest = manifest
+        self._arenas = arenas
+        self._programs = programs
+        self._pieces = pieces
+        self._collective = collective
+        self._windows = 0
+        self._seeded = float(arenas.tensor("scalars/seed_divisor")) != 0
+        self._hosts = {port.name: port.ref for port in manifest.graphs["grad"].of_kind("host")}
+        self._loss = next(p for p in manifest.graphs["grad"].outputs if p.name == "amp.loss")
+        self._report = next(p for p in manifest.graphs["reduce"].outputs if p.ref == "report")
+        self._weight_sum = weight_sum
+
+    def micro_step(self, batch: Batch) -> StepResult:
+        """Add the gradients of one micro-batch; after the last of a window, apply it.
+
+        Raises:
+            DivergedError: Too many windows in a row were skipped at the lowest loss scale.
+        """
+        window = self.window
+        if not self._seeded:
+            self._seed(batch)
+        before, rows = self._ranks(batch.rows)
+        ranks, rank = self._collective.world_size, self._collective.rank
+        hosts = {
+            "first": np.array(window.micro_steps == 0),
+            "row_offset": np.array(window.rows + before, np.int64),
+            "micro_step": np.array(window.micro_steps * ranks + rank, np.int64),
+        }
+        loss, scale = self._memory(()), self._scale()
+        grad = self._programs["grad"]
+        grad.run({**batch.feeds, **{name: hosts[ref] for name, ref in self._hosts.items()}}, {self._loss.name: loss})
+        grad.turn()
+        if not self._seeded:
+            self._set_divisor(0)
+        window.micro_steps += 1
+        window.rows += rows
+        window.nan = window.nan or batch.nan
+        ended = window.micro_steps >= self.accumulate
+        if ended:
+            self._apply()
+        return StepResult(window, loss, scale, ended)
+
+    def flush(self) -> StepResult | None:
+        """Apply a window that has fewer micro-batches than the others; None if there are none."""
+        window = self.window
+        if not window.micro_steps:
+            return None
+        scale = self._scale()
+        self._apply()
+        assert window.report is not None
+        # The report begins with the mean loss of the window.
+        return StepResult(window, window.report.buffer.view(0, (), _FLOAT), scale, True)
+
+    def restore(self, window: Window) -> None:
+        """Go on in the middle of `window`; the arenas hold its state already."""
+        self.window = window
+        self._seeded = float(self._arenas.tensor("scalars/seed_divisor")) != 0
+
+    def _apply(self) -> None:
+        window = self.window
+        report = self._memory((len(REPORT),))
+        if self._collective.world_size > 1:
+            self._collective.all_reduce(self._arenas.reduced())
+            if self._manifest.has_arena("statistics_work"):
+                size = self._manifest.arena("statistics_work").elements
+                self._collective.all_reduce(self._arenas.range("statistics_work", 0, (size,)), mean=True)
+        reduce, update = self._programs["reduce"], self._programs["update"]
+        reduce.run(fresh={self._report.name: report})
+        reduce.turn()
+        for piece in self._pieces:
+            update.run(piece=piece)
+        update.turn()
+        window.report = report
+        self.window = Window()
+        self._windows += 1
+        if self._arenas.device == "cpu" or self._windows % _LOOK_EVERY == 0:
+            self._stop_if_stuck(window)
+
+    def _stop_if_stuck(self, window: Window) -> None:
+        patience = self._manifest.limits.get("patience", math.inf)
+        report = window.report
+        assert report is not None
+        values = (
+            report.buffer.host[: report.nbytes].view(np.float32) if report.buffer.device == "cpu" else report.read()
+        )
+        stuck = int(values[REPORT.index("stuck")])
+        if stuck < patience:
+            return
+        if window.nan is not None:
+            why = f"{window.nan}: mend the data"
+        elif values[REPORT.index("bad_losses")]:
+            why = (
+                "the loss itself is not finite, so no loss scale can help: lower the learning rate or look at the data"
+            )
+        else:
+            why = "gradients are not finite at the lowest loss scale: lower the learning rate or raise the precision"
+        raise DivergedError(
+            f"{stuck} windows in a row were skipped at the lowest loss scale "
+            f"({float(values[REPORT.index('next_loss_scale')]):g}); {why}; `onnxamp diagnose` names the first bad node."
+        )
+
+    def _seed(self, batch: Batch) -> None:
+        """Choose the divisor of the backward seed by the first batch that has weight; 1 as long as there was none."""
+        weight = self._weight_sum(batch)
+        if self._collective.world_size > 1:
+            self._collective.all_reduce(weight)
+        total = float(weight.read())
+        self._seeded = 0 < total < math.inf
+        self._set_divisor(2.0 ** round(math.log2(total)) if self._seeded else 1.0)
+
+    def _set_divisor(self, value: float) -> None:
+        self._arenas.write("scalars/seed_divisor", np.array(value, np.float32))
+
+    def _ranks(self, rows: int) -> tuple[int, int]:
+        """Rows of lower ranks in this micro-step, and of all ranks."""
+        size, rank = self._collective.world_size, self._collective.rank
+        if size == 1 or "row_offset" not in self._hosts.values():
+            return 0, rows
+        counts = np.zeros(size, np.float32)
+        counts[rank] = rows
+        shared = self._memory((size,))
+        shared.write(counts)
+        self._collective.all_reduce(shared)
+        counts = shared.read()
+        return int(counts[:rank].sum()), int(counts.sum())
+
+    def _scale(self) -> View:
+        tensor = self._manifest.tensor("scalars/loss_scale")
+        return self._arenas.range(tensor.arena, tensor.offset, tensor.shape)
+
+    def _memory(self, shape: tuple[int, ...]) -> View:
+        buffer = Buffer(4 * max(math.prod(shape), 1), self._arenas.device, self._arenas.device_id)
+        return buffer.view(0, shape, _FLOAT)

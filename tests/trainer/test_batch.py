@@ -1,0 +1,74 @@
+"""What a micro-batch must look like: every misfit is one sentence that names the input."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from onnxamp.errors import DataError
+from onnxamp.trainer.batch import BatchCheck
+from onnxamp.training.manifest import Labels, Port
+
+PORTS = (
+    Port("x", "float32", ("n", 3), "data"),
+    Port("ids", "int64", ("n", "t"), "data"),
+    Port("labels", "int64", ("n",), "labels"),
+    Port("weights", "float32", ("n",), "weights"),
+)
+CHECK = BatchCheck(PORTS, "x", Labels("int64", ("n",), classes=4, ignore_index=-100))
+
+
+def _batch(**changes):
+    batch = {
+        "x": np.ones((2, 3), np.float32),
+        "ids": np.zeros((2, 5), np.int64),
+        "labels": np.array([0, 3]),
+    }
+    batch.update(changes)
+    return {name: value for name, value in batch.items() if value is not None}
+
+
+def test_a_good_batch_passes_and_gets_a_weight():
+    batch = CHECK(_batch(labels=np.array([-100, 3])))
+    assert batch.rows == 2
+    assert batch.nan is None
+    np.testing.assert_array_equal(batch.feeds["weights"], np.ones(1, np.float32))
+
+
+def test_strided_arrays_become_contiguous():
+    x = np.arange(12, dtype=np.float32).reshape(2, 6)[:, ::2]
+    fed = CHECK(_batch(x=x)).feeds["x"]
+    assert fed.flags.c_contiguous
+    np.testing.assert_array_equal(fed, x)
+
+
+MISFITS = {
+    "missing": (_batch(ids=None), "lacks 'ids'"),
+    "extra": (_batch(y=np.ones(2)), "has 'y', which the model does not take"),
+    "misspelled": (_batch(ids=None, id=np.zeros((2, 5))), "lacks 'ids' and has 'id'"),
+    "type": (_batch(x=np.ones((2, 3))), r"'x' should be float32\[n, 3\], the batch has float64\[2, 3\]"),
+    "rank": (_batch(x=np.ones(3, np.float32)), r"'x' should be float32\[n, 3\], the batch has float32\[3\]"),
+    "size": (_batch(x=np.ones((2, 4), np.float32)), "dimension 1"),
+    "rows": (_batch(labels=np.array([1, 2, 3])), "share the size 'n', but the batch has 2 in the first and 3"),
+    "empty": (_batch(x=np.ones((0, 3), np.float32)), "'x' is empty"),
+    "label above": (_batch(labels=np.array([1, 4])), r"the label 4 at \[1\], but the model has 4 classes"),
+    "label below": (_batch(labels=np.array([-1, 0])), r"the label -1 at \[0\]"),
+    "no dict": ([np.ones(3)], "A batch is a dict"),
+}
+
+
+@pytest.mark.parametrize(("batch", "words"), MISFITS.values(), ids=MISFITS)
+def test_a_misfit_is_named(batch, words):
+    with pytest.raises(DataError, match=words) as caught:
+        CHECK(batch)
+    assert "\n" not in str(caught.value)
+
+
+def test_nan_is_found_and_named_but_infinity_is_data():
+    x = np.ones((2, 3), np.float32)
+    x[1, 2] = np.nan
+    assert CHECK(_batch(x=x)).nan == "the input 'x' holds 1 NaN, the first at [1, 2]"
+    assert CHECK(_batch(x=np.full((2, 3), np.inf, np.float32))).nan is None
+    assert CHECK(_batch(x=np.full((2, 3), 3e38, np.float32))).nan is None
+    check = BatchCheck((Port("h", "bfloat16", ("n",), "data"),), "h")
+    assert check({"h": np.array([1, 3e38], ml_dtypes.bfloat16)}).nan is None
+    assert "1 NaN" in (check({"h": np.array([np.nan], ml_dtypes.bfloat16)}).nan or "")
