@@ -1,0 +1,151 @@
+"""Trained parameters under the names of the framework that the model came from.
+
+Exporters rename weights (`onnx::MatMul_123`) and transpose them. Before training the values of an ONNX file equal
+those of the framework's state dict, so the two are matched by value then, and the match is kept with the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from onnxamp.errors import DataError, ModelError
+from onnxamp.trainer.checkpoint import atomic, disk_error
+
+Array = NDArray[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """Which initializer holds which tensor of the framework.
+
+    Attributes:
+        original: The state dict that was matched (safetensors).
+        tensors: Name in the state dict → (name in the model, whether it is transposed).
+        absent: Names of the state dict that no initializer equals: folded into another, or not part of the model.
+    """
+
+    original: str
+    tensors: Mapping[str, tuple[str, bool]]
+    absent: tuple[str, ...]
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        text = json.dumps(dataclasses.asdict(self), indent=1)
+        try:
+            with atomic(path) as file:
+                file.write(text.encode())
+        except OSError as problem:
+            raise disk_error(path, problem) from problem
+
+    @classmethod
+    def load(cls, path: Path) -> Names:
+        """Read what `save` wrote."""
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        tensors = {name: (str(inner), bool(turned)) for name, (inner, turned) in raw["tensors"].items()}
+        return cls(raw["original"], tensors, tuple(raw["absent"]))
+
+
+def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Array]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        ModelError: It cannot be read.
+    """
+    try:
+        return safetensors.numpy.load_file(os.fspath(path))
+    except (safetensors.SafetensorError, OSError) as problem:
+        raise ModelError(f"{os.fspath(path)} is no readable safetensors file ({problem}).") from problem
+
+
+def match(parameters: Mapping[str, Array], original: str | os.PathLike[str]) -> Names:
+    """Match the initializers of a model with a framework's state dict, by value.
+
+    A tensor is taken by its own name if the values agree, else by its value, straight or transposed, if that leaves one
+    choice only. Values are compared in the type of the model (a state dict in 16 bits is widened).
+
+    Args:
+        parameters: The model's float initializers before training.
+        original: The state dict.
+
+    Raises:
+        DataError: A value fits several initializers and no name tells them apart, or nothing matches at all.
+    """
+    wanted = read_state_dict(original)
+    by_value: dict[str, list[tuple[str, bool]]] = defaultdict(list)
+    for name, value in parameters.items():
+        by_value[_key(value)].append((name, False))
+        if value.ndim == 2:
+            by_value[_key(value.T)].append((name, True))
+    tensors: dict[str, tuple[str, bool]] = {}
+    open_names: dict[str, list[tuple[str, bool]]] = {}
+    for name, value in wanted.items():
+        found = by_value.get(_key(value), []) if value.dtype.kind in "fV" else []
+        own = [place for place in found if place[0] == name]
+        if own:
+            tensors[name] = min(own, key=lambda place: place[1])
+        elif found:
+            open_names[name] = found
+    used = {place[0] for place in tensors.values()}
+    for name, found in open_names.items():
+        # Tied weights have two names for one initializer, so one that is taken still counts where nothing else fits.
+        free = [place for place in found if place[0] not in used] or found
+        if len({place[0] for place in free}) > 1:
+            raise DataError(
+                f"{name!r} of {os.fspath(original)} equals several parameters of the model "
+                f"({', '.join(sorted({place[0] for place in free}))}); use a trained state dict, or export the model with its names kept."
+            )
+        tensors[name] = min(free, key=lambda place: place[1])
+    if not tensors:
+        raise DataError(
+            f"No tensor of {os.fspath(original)} equals a parameter of the model; is it of another training?"
+        )
+    absent = tuple(name for name in wanted if name not in tensors)
+    return Names(os.path.abspath(original), {name: tensors[name] for name in wanted if name in tensors}, absent)
+
+
+def _key(value: Array) -> str:
+    data = np.ascontiguousarray(value, np.float32)
+    digest = hashlib.sha256(data.tobytes() if data.size else b"")
+    return f"{data.shape}{digest.hexdigest()}"
+
+
+def export(names: Names, parameters: Mapping[str, Array], path: str | os.PathLike[str]) -> None:
+    """Write the trained values under the framework's names, with its shapes and types.
+
+    Tensors that the model does not hold are copied from the original.
+
+    Args:
+        names: The match made before training.
+        parameters: The trained values, by name in the model.
+        path: The safetensors file to write.
+
+    Raises:
+        ModelError: The original cannot be read any more.
+    """
+    original = read_state_dict(names.original)
+    result = {}
+    for name, value in original.items():
+        if name in names.tensors:
+            inner, turned = names.tensors[name]
+            trained = parameters[inner].T if turned else parameters[inner]
+            result[name] = np.ascontiguousarray(trained, dtype=value.dtype)
+        else:
+            result[name] = value
+    target = Path(path)
+    try:
+        with atomic(target) as file:
+            file.write(safetensors.numpy.save(result))
+    except OSError as problem:
+        raise disk_error(target, problem) from problem
