@@ -63,17 +63,21 @@ class Metric(abc.ABC):
         """The metric over all batches since `reset`; NaN if there was nothing to measure."""
 
 
-def classes_last(output: Array, labels: Array, binary: bool = False) -> tuple[Array, Array]:
+def classes_last(
+    output: Array, labels: Array, binary: bool = False, probabilities: bool = False
+) -> tuple[Array, Array]:
     """Logits with the class axis last and the class index of every entry.
 
     Labels that are class probabilities (floats of the output's shape) count by their largest entry; with `binary`,
-    and where an entry has only one logit, the classes are 0 and 1 with the logits 0 and that one.
+    and where an entry has only one logit x, the classes are 0 and 1 with the logits 0 and x (1 − x and x where the output
+    is `probabilities`).
     """
     if output.size == labels.size and output.shape[:1] == labels.shape[:1]:
         if labels.dtype.kind == "f" and labels.ndim > 1 and labels.shape[1] > 1 and not binary:
             return np.moveaxis(output, 1, -1), labels.argmax(1)
         logits = output.reshape(labels.shape)
-        return np.stack([np.zeros_like(logits), logits], axis=-1), labels.astype(np.int64)
+        other = 1 - logits if probabilities else np.zeros_like(logits)
+        return np.stack([other, logits], axis=-1), labels.astype(np.int64)
     if output.ndim == labels.ndim + 1:
         for axis in (output.ndim - 1, 1):
             if output.shape[:axis] + output.shape[axis + 1 :] == labels.shape:
@@ -95,14 +99,15 @@ def _row_weights(weights: Array | None, shape: tuple[int, ...]) -> Float:
 class _Classification(Metric):
     """What metrics on class indices share: which entries count, and how labels of the output's shape are meant."""
 
-    def __init__(self, *, ignore_index: int = -100, binary: bool = False) -> None:
+    def __init__(self, *, ignore_index: int = -100, binary: bool = False, probabilities: bool = False) -> None:
         self.ignore_index = ignore_index
         self.binary = binary
+        self.probabilities = probabilities
         super().__init__()
 
     def _kept(self, output: Array, labels: Array, weights: Array | None) -> tuple[Array, npt.NDArray[np.int64], Float]:
         """Flat logits, class indices and weights of the entries that are not ignored."""
-        logits, wanted = classes_last(output, labels, self.binary)
+        logits, wanted = classes_last(output, labels, self.binary, self.probabilities)
         weight = _row_weights(weights, wanted.shape)
         keep = wanted != self.ignore_index
         logits, wanted = logits[keep], wanted[keep]
@@ -120,10 +125,10 @@ class TopK(_Classification):
     Ties count against the label where a class of a lower index has the same logit, as `argmax` decides them.
     """
 
-    def __init__(self, k: int = 1, *, ignore_index: int = -100, binary: bool = False) -> None:
+    def __init__(self, k: int = 1, **how: Any) -> None:
         self.k = k
         self.name = "accuracy" if k == 1 else f"top{k}"
-        super().__init__(ignore_index=ignore_index, binary=binary)
+        super().__init__(**how)
 
     def reset(self) -> None:
         self._hits = self._weight = 0.0
@@ -153,12 +158,10 @@ class _Confusion(_Classification):
 
     kind: ClassVar[str]
 
-    def __init__(
-        self, average: Literal["macro", "micro"] = "macro", *, ignore_index: int = -100, binary: bool = False
-    ) -> None:
+    def __init__(self, average: Literal["macro", "micro"] = "macro", **how: Any) -> None:
         self.average = average
         self.name = self.kind if average == "macro" else f"{self.kind}-{average}"
-        super().__init__(ignore_index=ignore_index, binary=binary)
+        super().__init__(**how)
 
     def reset(self) -> None:
         self._hits = self._predicted = self._actual = np.zeros(0)
@@ -321,6 +324,9 @@ class Perplexity(_Classification):
     def update(self, output: Array, labels: Array, weights: Array | None = None) -> None:
         logits, wanted, weight = self._kept(output, labels, weights)
         logits = logits.astype(np.float64)
+        if self.probabilities:
+            with np.errstate(divide="ignore"):
+                logits = np.log(logits)
         shifted = logits - logits.max(-1, keepdims=True)
         own = np.take_along_axis(shifted, wanted[:, None], -1)[:, 0]
         self._sum += float((weight * (np.log(np.exp(shifted).sum(-1)) - own)).sum())
@@ -369,7 +375,11 @@ NAMES = (*_MAKERS, "topK")
 
 
 def metric(
-    which: str | Metric | Callable[[Array, Array], float], *, ignore_index: int = -100, binary: bool = False
+    which: str | Metric | Callable[[Array, Array], float],
+    *,
+    ignore_index: int = -100,
+    binary: bool = False,
+    probabilities: bool = False,
 ) -> Metric:
     """The metric meant: an object as it is, a function wrapped, a name looked up (`top5` is `TopK(5)`).
 
@@ -377,6 +387,7 @@ def metric(
         which: An object, a function `(output, labels) -> float`, or one of `NAMES`.
         ignore_index: Labels of this value do not count (classification by name).
         binary: Float labels of the output's shape are 0 and 1 each, not class probabilities (classification by name).
+        probabilities: The output ends in a softmax or sigmoid (classification by name).
 
     Raises:
         UsageError: No metric has this name.
@@ -393,4 +404,4 @@ def metric(
     make = functools.partial(TopK, int(top[1])) if top else _MAKERS[which]
     if which in ("mse", "mae", "r2"):
         return make()
-    return make(ignore_index=ignore_index, binary=binary)
+    return make(ignore_index=ignore_index, binary=binary, probabilities=probabilities)

@@ -104,6 +104,16 @@ def test_probability_and_multi_label_targets():
     assert _feed(metric("f1", binary=True), LOGITS, many, None, 50) == pytest.approx(wanted)
 
 
+def test_outputs_that_are_probabilities():
+    for name, labels in (("perplexity", LABELS), ("top3", LABELS), ("f1", LABELS)):
+        straight = _feed(metric(name), LOGITS, labels, WEIGHTS, 50)
+        assert _feed(metric(name, probabilities=True), _softmax(LOGITS), labels, WEIGHTS, 50) == pytest.approx(straight)
+    sigmoid = 1 / (1 + np.exp(-LOGIT))
+    for name in ("accuracy", "recall", "perplexity"):
+        straight = _feed(metric(name), LOGIT, BINARY, None, 50)
+        assert _feed(metric(name, probabilities=True), sigmoid, BINARY, None, 50) == pytest.approx(straight, rel=1e-6)
+
+
 def test_nothing_to_measure_is_nan():
     labels = np.full(N, -100)
     for name in ("accuracy", "f1", "perplexity"):
