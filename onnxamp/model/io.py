@@ -22,7 +22,7 @@ from onnx import numpy_helper
 from onnxamp.errors import ModelError, RuntimeMissingError, UsageError
 from onnxamp.model import validation
 from onnxamp.model.tensors import byte_blocks, is_external
-from onnxamp.model.units import all_nodes, bodies
+from onnxamp.model.units import all_nodes, all_values, bodies
 
 # Key of Value.meta: the TypeProto of a value whose type onnx-ir cannot hold (maps).
 _TYPE_PROTO = "onnxamp.type_proto"
@@ -175,14 +175,8 @@ def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
 
 
 def _values(model: ir.Model) -> Iterator[ir.Value]:
-    """Every value of the model that a graph defines."""
-    pending = [model.graph, *(function.graph for function in model.functions.values())]
-    while pending:
-        graph = pending.pop()
-        yield from graph.inputs
-        for node in graph:
-            yield from node.outputs
-            pending.extend(bodies(node))
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        yield from all_values(graph)
 
 
 def _sorted(model: ir.Model) -> ir.Model:

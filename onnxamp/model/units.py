@@ -138,6 +138,17 @@ def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
             yield from all_nodes(body)
 
 
+def all_values(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Every value that `graph` and its bodies define, each once: inputs, initializers, results."""
+    yield from graph.inputs
+    inputs = set(graph.inputs)
+    yield from (value for value in graph.initializers.values() if value not in inputs)
+    for node in graph:
+        yield from node.outputs
+        for body in bodies(node):
+            yield from all_values(body)
+
+
 def is_float(value: ir.Value | None) -> bool:
     """Whether the value is a tensor of one of the float types that onnxamp decides between."""
     return value is not None and isinstance(value.type, ir.TensorType) and value.type.dtype in BY_IR

@@ -1,0 +1,210 @@
+"""Conversion of a model to mixed precision: read, plan, rewrite, and say what was done."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping
+
+import onnx
+import onnx_ir as ir
+
+from onnxamp.dtypes import BY_NAME, FP32
+from onnxamp.model import io, types
+from onnxamp.model.inlining import inline_float_functions
+from onnxamp.model.units import all_nodes, all_values, type_graph
+from onnxamp.passes.annotate import AnnotatePass, converted_with, recorded_plan, refuse_other_options
+from onnxamp.passes.casts import InsertCastsPass
+from onnxamp.passes.constants import ConvertConstantsPass, constant_tensor, float_constants
+from onnxamp.passes.retype import RetypePass
+from onnxamp.policy.operators import Kind, operator
+from onnxamp.policy.plan import Options, Plan, make_plan
+
+_SUMMARY = "onnxamp.summary"
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a conversion did, in numbers.
+
+    Attributes:
+        nodes: Nodes that compute with floats, by precision.
+        heavy: Heavy nodes (MatMul, Conv, ...) in 16 bits, and all of them.
+        casts: Casts added, by direction: ``low`` and ``fp32``.
+        islands: fp32 nodes by the code of their reason, most frequent first.
+        weights: Bytes of float constants before and after.
+        changed: Constants whose values changed beyond rounding: name and change.
+        traffic: Modelled bytes of one run: the source, the cut before low regions without purpose are dissolved, the result.
+        dims: Sizes that the traffic model took for named dimensions.
+    """
+
+    nodes: dict[str, int]
+    heavy: tuple[int, int]
+    casts: dict[str, int]
+    islands: dict[str, int]
+    weights: tuple[int, int]
+    changed: dict[str, dict[str, object]]
+    traffic: dict[str, int]
+    dims: dict[str, int]
+
+    def to_json(self) -> str:
+        """Canonical JSON."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Summary:
+        """The summary that `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(**{**fields, "heavy": tuple(fields["heavy"]), "weights": tuple(fields["weights"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertResult:
+    """A converted model.
+
+    Attributes:
+        model: The model.
+        plan: The decision for every node, with code and evidence.
+        summary: The numbers.
+    """
+
+    model: ir.Model
+    plan: Plan
+    summary: Summary
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the model to `path`; see `onnxamp.model.io.save`."""
+        io.save(self.model, path, overwrite=overwrite)
+
+
+def convert(
+    model: str | os.PathLike[str] | onnx.ModelProto | ir.Model,
+    *,
+    level: str = "O2",
+    dtype: str = "fp16",
+    io: str | Iterable[str] = "keep",
+    target: str = "ort-cuda",
+    keep: Iterable[str] = (),
+    keep_op: Iterable[str] = (),
+    lower: Iterable[str] = (),
+    lower_op: Iterable[str] = (),
+    dim: Mapping[str, int] | None = None,
+    policy: str | os.PathLike[str] | None = None,
+) -> ConvertResult:
+    """Rewrite a model to mixed precision. The argument is not changed; unchanged weights are shared with it.
+
+    Args:
+        model: A path, a `ModelProto` or an `ir.Model`.
+        level: ``O0`` changes nothing, ``OD`` lowers heavy operators only, ``O1`` those and what follows them, ``O2`` assigns for the least
+            memory traffic, ``O3`` lowers all that schemas and target allow.
+        dtype: ``fp16`` or ``bf16``.
+        io: ``keep``, ``low``, or ``GLOB=TYPE`` for graph inputs and outputs.
+        target: Whose kernels the result must have; ``any`` asks the schemas alone.
+        keep: Patterns of node names that stay fp32.
+        keep_op: Operators that stay fp32.
+        lower: Patterns of node names that become 16-bit where that is legal.
+        lower_op: Operators that become 16-bit where that is legal.
+        dim: Sizes of named dimensions for the traffic model.
+        policy: A policy file (TOML).
+
+    Raises:
+        UsageError: The options contradict each other or the model, or the model was converted before with others.
+        ModelError: The model is damaged.
+        UnsupportedError: No valid conversion exists; the node is named.
+    """
+    options = Options(
+        level=level,
+        dtype=dtype,
+        io=io if isinstance(io, str) else tuple(io),
+        target=target,
+        keep=_patterns(keep),
+        keep_op=_patterns(keep_op),
+        lower=_patterns(lower),
+        lower_op=_patterns(lower_op),
+        dim=tuple(sorted((dim or {}).items())),
+        policy=_read_policy(policy),
+    )
+    return _convert(model, options, keep_shapes=False)
+
+
+def mixed(model: ir.Model, options: Options) -> ConvertResult:
+    """`convert` for a caller that goes on with the graph: all inferred shapes stay on the values."""
+    return _convert(model, options, keep_shapes=True)
+
+
+def _patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _read_policy(policy: str | os.PathLike[str] | None) -> tuple[tuple[str, str], ...]:
+    if policy is None:
+        return ()
+    from onnxamp.policy.file import read_policy
+
+    return read_policy(policy)
+
+
+def _convert(
+    source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, options: Options, *, keep_shapes: bool
+) -> ConvertResult:
+    model = io.load(source)
+    refuse_other_options(model, options)
+    declared = {value: value.shape for value in all_values(model.graph)}
+    types.infer(model)
+    if options.level != "O0" and converted_with(model) is None and inline_float_functions(model):
+        types.infer(model)
+    if converted_with(model) is None:
+        plan, summary = _rewrite(model, options)
+    else:
+        plan = recorded_plan(model, options)
+        summary = Summary.from_json(model.metadata_props[_SUMMARY])
+    if not keep_shapes:
+        _restore_shapes(model, declared)
+    return ConvertResult(model, plan, summary)
+
+
+def _rewrite(model: ir.Model, options: Options) -> tuple[Plan, Summary]:
+    graph = type_graph(model)
+    before = sum(constant_tensor(value).nbytes for value in graph.constants)
+    plan = make_plan(graph, options)
+    for rewrite in (RetypePass, ConvertConstantsPass, InsertCastsPass, AnnotatePass):
+        rewrite(plan)(model)
+    summary = _summarize(model, plan, before)
+    model.metadata_props[_SUMMARY] = summary.to_json()
+    return plan, summary
+
+
+def _restore_shapes(model: ir.Model, declared: dict[ir.Value, ir.Shape | None]) -> None:
+    """Leave only the shapes that the source declares: a runtime infers the others, and a wrong name of a dimension would misguide it."""
+    for value in all_values(model.graph):
+        producer = value.producer()
+        if value in declared:
+            value.shape = declared[value]
+        elif producer is not None and "onnxamp.cast" in producer.metadata_props:
+            source = producer.inputs[0]
+            value.shape = source.shape if source is not None else None
+        elif producer is not None and producer.op_type != "Constant":
+            value.shape = None
+
+
+def _summarize(model: ir.Model, plan: Plan, before: int) -> Summary:
+    nodes = collections.Counter(decision.precision for decision in plan.nodes.values())
+    heavy = [decision.precision for node, decision in plan.nodes.items() if operator(node).kind is Kind.HEAVY]
+    islands = collections.Counter(decision.code for decision in plan.nodes.values() if decision.precision == FP32.name)
+    casts = collections.Counter(node.metadata_props.get("onnxamp.cast") for node in all_nodes(model.graph))
+    changed: dict[str, dict[str, object]] = {
+        value.name or "": {"clamped": clamp.limit, "elements": clamp.elements, "extreme": clamp.extreme}
+        for value, clamp in plan.clamped.items()
+    }
+    return Summary(
+        nodes={name: nodes[name] for name in BY_NAME if nodes[name]},
+        heavy=(sum(precision != FP32.name for precision in heavy), len(heavy)),
+        casts={direction: casts[direction] for direction in ("low", "fp32")},
+        islands=dict(sorted(islands.items(), key=lambda item: (-item[1], item[0]))),
+        weights=(before, sum(constant_tensor(value).nbytes for value in float_constants(model.graph))),
+        changed=changed,
+        traffic=dataclasses.asdict(plan.traffic),
+        dims=plan.dims,
+    )

@@ -1,0 +1,33 @@
+"""Names for what the passes add: readable, the same in every run, unique in the whole model."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxamp.dtypes import BY_IR
+from onnxamp.model.units import all_nodes, all_values
+
+
+class Names:
+    """The names of a model's values and nodes, in every scope."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._values = {value.name for value in all_values(model.graph)}
+        self._nodes = {node.name for node in all_nodes(model.graph)}
+
+    def value(self, base: str, dtype: ir.DataType) -> str:
+        """A name for the copy of value `base` in another precision: ``x__fp16``, or ``x__fp16_2`` if that is taken."""
+        return _unique(f"{base}__{BY_IR[dtype].name}", self._values)
+
+    def node(self, name: str) -> str:
+        """A name for a new node: `name` itself unless it is taken."""
+        return _unique(name, self._nodes)
+
+
+def _unique(base: str, taken: set[str | None]) -> str:
+    name, count = base, 1
+    while name in taken:
+        count += 1
+        name = f"{base}_{count}"
+    taken.add(name)
+    return name
