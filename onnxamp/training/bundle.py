@@ -1,0 +1,105 @@
+"""A bundle in memory and on disk: graphs, initial state, manifest and the model that they came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+import safetensors
+import safetensors.numpy
+
+from onnxamp.errors import ModelError, RuntimeMissingError, UsageError
+from onnxamp.model import io
+from onnxamp.training.manifest import Manifest
+
+MANIFEST = "manifest.json"
+STATE = "state.safetensors"
+MODEL = "model.onnx"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """Everything that training needs; `docs/bundle.md` describes it.
+
+    Attributes:
+        graphs: ``grad``, ``reduce``, ``update``, ``eval``.
+        state: Initial values by tensor key; what is absent starts as zeros.
+        manifest: Names, types, shapes, places.
+        model: The user's model, as it was given.
+        path: The folder that it was read from or written to.
+    """
+
+    graphs: Mapping[str, ir.Model]
+    state: Mapping[str, np.ndarray]
+    manifest: Manifest
+    model: ir.Model
+    path: pathlib.Path | None = None
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Bundle:
+        """Write the bundle as a folder, which is there whole or not at all.
+
+        Args:
+            path: The folder.
+            overwrite: Replace a bundle that is there. Any other folder that is not empty is left alone.
+
+        Returns:
+            The same bundle with its path.
+
+        Raises:
+            UsageError: The folder exists and may not be replaced.
+            RuntimeMissingError: The disk is full or the folder may not be written.
+        """
+        target = pathlib.Path(path)
+        if target.exists():
+            empty = target.is_dir() and not any(target.iterdir())
+            if not empty and not (target / MANIFEST).is_file():
+                raise UsageError(f"{os.fspath(path)!r} exists and is not a bundle; choose another name.")
+            if not empty and not overwrite:
+                raise UsageError(f"{os.fspath(path)!r} exists already; choose another name or allow overwriting.")
+        try:
+            target.absolute().parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".bundle-") as scratch:
+                fresh = pathlib.Path(scratch) / "bundle"
+                fresh.mkdir()
+                for name, graph in self.graphs.items():
+                    io.save(graph, fresh / self.manifest.graphs[name].file)
+                io.save(self.model, fresh / MODEL)
+                safetensors.numpy.save_file(
+                    {key: np.ascontiguousarray(value).reshape(value.shape) for key, value in self.state.items()},
+                    fresh / STATE,
+                )
+                (fresh / MANIFEST).write_text(self.manifest.to_json(), encoding="utf-8")
+                if target.exists():
+                    shutil.rmtree(target)
+                os.replace(fresh, target)
+        except OSError as problem:
+            raise RuntimeMissingError(f"{os.fspath(path)!r} cannot be written: {problem.strerror}.") from None
+        return dataclasses.replace(self, path=target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Bundle:
+        """Read a bundle's folder.
+
+        Raises:
+            UsageError: There is no such folder, or it is no bundle.
+            ModelError: A file of the bundle is missing or broken.
+        """
+        folder = pathlib.Path(path)
+        if not (folder / MANIFEST).is_file():
+            raise UsageError(f"{os.fspath(path)!r} is not a bundle: it has no {MANIFEST}.")
+        manifest = Manifest.from_json((folder / MANIFEST).read_text(encoding="utf-8"))
+        for file in (*(graph.file for graph in manifest.graphs.values()), MODEL, STATE):
+            if not (folder / file).is_file():
+                raise ModelError(f"The bundle {os.fspath(path)!r} has lost {file}: build it again.")
+        try:
+            state = safetensors.numpy.load_file(folder / STATE)
+        except (safetensors.SafetensorError, OSError, ValueError) as problem:
+            raise ModelError(f"{os.fspath(folder / STATE)!r} is broken ({problem}): build the bundle again.") from None
+        graphs = {name: io.load(folder / graph.file) for name, graph in manifest.graphs.items()}
+        return cls(graphs, state, manifest, io.load(folder / MODEL), folder)
