@@ -46,12 +46,13 @@ class Field:
     Attributes:
         name: The name of the graph input (or `labels`, `weights`).
         dtype: Its type in memory.
-        shape: Its dimensions with the batch first; a string or None where any size fits.
+        shape: Its dimensions with the batch first; a string or None where any size fits. None if even their number is
+            unknown.
     """
 
     name: str
     dtype: np.dtype[Any]
-    shape: tuple[int | str | None, ...]
+    shape: tuple[int | str | None, ...] | None
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype.name}{_shape(self.shape)}"
@@ -310,7 +311,9 @@ def _first_line(problem: BaseException) -> str:
     return (str(problem) or type(problem).__name__).splitlines()[0]
 
 
-def _shape(shape: Sequence[int | str | None]) -> str:
+def _shape(shape: Sequence[int | str | None] | None) -> str:
+    if shape is None:
+        return "[...]"
     return "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"
 
 
@@ -402,6 +405,8 @@ def _misfit(field: Field, found: Field) -> str | None:
         np.can_cast(found.dtype, field.dtype, "safe") or (found.dtype == np.float64 and field.dtype == np.float32)
     ):
         return f"{field.name!r} must be {field.dtype.name} and is {found.dtype.name}"
+    if field.shape is None or found.shape is None:
+        return None
     fits = len(field.shape) == len(found.shape) and all(
         not isinstance(want, int) or not isinstance(have, int) or want == have
         for want, have in zip(field.shape[1:], found.shape[1:], strict=True)

@@ -1,0 +1,81 @@
+"""Outputs of a model file over a whole data set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from onnxamp.errors import DataError, UnsupportedError
+from onnxamp.evidence.inputs import model_inputs
+from onnxamp.model.io import load
+from onnxamp.ort.session import SessionConfig, open_session, run
+from onnxamp.trainer.data import Array, Arrays, Batches, Binding, Field, bind, open_data
+
+
+def model_fields(path: str | os.PathLike[str]) -> tuple[Field, ...]:
+    """What a model file asks for.
+
+    Raises:
+        UnsupportedError: An input is a sequence or an optional.
+    """
+    fields = []
+    for item in model_inputs(load(path)):
+        if item.dtype is None:
+            raise UnsupportedError(
+                f"Input {item.name!r} of {os.fspath(path)} is no tensor; columns of data cannot feed it."
+            )
+        fields.append(Field(item.name, item.dtype, item.shape))
+    return tuple(fields)
+
+
+def model_batches(binding: Binding, batch_size: int) -> Batches:
+    """The data in order, in batches of the size that the model wants where its first dimension is fixed.
+
+    Raises:
+        DataError: The rows do not fill batches of a fixed size.
+    """
+    fixed = {field.shape[0] for field in binding.fields if field.shape and isinstance(field.shape[0], int)}
+    size = fixed.pop() if len(fixed) == 1 else batch_size
+    assert isinstance(size, int)
+    if size != batch_size and isinstance(binding.data, Arrays) and binding.data.rows % size:
+        raise DataError(
+            f"The model takes batches of exactly {size} rows, and {binding.data.rows} rows of {binding.data.origin} do "
+            "not divide into them; leave some out, or export the model with a free batch dimension."
+        )
+    return Batches(binding, size, shuffle=False)
+
+
+def predict(
+    model: str | os.PathLike[str],
+    data: object,
+    *,
+    batch_size: int = 64,
+    columns: Mapping[str, str] | None = None,
+    provider: str = "auto",
+) -> tuple[dict[str, Array], tuple[str, ...]]:
+    """The outputs by name, rows joined along the first axis, and notes on casts and unused columns.
+
+    Args:
+        model: The model file.
+        data: Anything `data.open_data` opens; `labels` and other columns that the model does not take are left out.
+        batch_size: Rows at a time.
+        columns: Input name to column name, where they differ.
+        provider: Where to run.
+
+    Raises:
+        DataError: The data do not fit, or an output has no row per input row.
+    """
+    binding = bind(open_data(data), model_fields(model), columns=columns)
+    session = open_session(model, SessionConfig(provider=provider))
+    parts: dict[str, list[Any]] = {}
+    for batch in model_batches(binding, batch_size).epoch():
+        rows = len(next(iter(batch.values())))
+        for name, value in run(session, batch).items():
+            if not isinstance(value, np.ndarray) or value.shape[:1] != (rows,):
+                shape = list(value.shape) if isinstance(value, np.ndarray) else type(value).__name__
+                raise DataError(f"Output {name!r} ({shape}) has no row for each of the {rows} input rows.")
+            parts.setdefault(name, []).append(value)
+    return {name: np.concatenate(values) for name, values in parts.items()}, binding.notes
