@@ -37,12 +37,15 @@ class Answer:
     Attributes:
         results: For each sample, output name → array; empty if the request failed.
         error: Why it failed, in one sentence; empty if it did not.
+        kind: The class of the error (`ModelError`: does not load, `UnsupportedError`: no kernel, `DataError`: does not run);
+            empty for a crash.
         note: What to know of a success: the optimization level that worked after a crash.
         crashed: The runtime ended its process at least once.
     """
 
     results: list[dict[str, Any]]
     error: str = ""
+    kind: str = ""
     note: str = ""
     crashed: bool = False
 
@@ -111,14 +114,14 @@ class Worker:
             # Both ends are ours; nothing that comes from a file is ever unpickled.
             pickle.dump((source, [dict(sample) for sample in samples], *rest), process.stdin, protocol=5)
             process.stdin.flush()
-            kind, value = pickle.load(process.stdout)
+            status, value = pickle.load(process.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
             code = process.wait()
             self.close()
             return Answer([], error=f"its process ended with {_exit_text(code)}", crashed=True)
-        if kind == "internal":
+        if status == "internal":
             raise InternalError(f"The session worker failed: {value}.")
-        return Answer(value) if kind == "ok" else Answer([], error=value)
+        return Answer(value) if status == "ok" else Answer([], error=value, kind=status)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
@@ -148,7 +151,7 @@ def serve() -> None:
             session = open_session(source, config)
             answer: tuple[str, Any] = ("ok", [run(session, sample, outputs) for sample in samples])
         except AmpError as problem:
-            answer = ("error", str(problem))
+            answer = (type(problem).__name__, str(problem))
         except Exception as problem:
             answer = ("internal", f"{type(problem).__name__}: {problem}")
         pickle.dump(answer, answers, protocol=5)

@@ -190,6 +190,7 @@ def test_worker_runs_reports_and_survives() -> None:
         first = ours._running().pid
         bad = ours.run(proto("g (bfloat16[N] x) => (bfloat16[N] y) { y = Relu(x) }"))
         assert "Relu" in bad.error
+        assert bad.kind == "UnsupportedError"
         assert not bad.crashed
         half = np.array([1, 2]).astype(ml_dtypes.bfloat16)
         same = ours.run(proto("g (bfloat16[N] x) => (bfloat16[N] y) { y = Identity(x) }"), [{"x": half}])

@@ -1,0 +1,174 @@
+"""How far one array is from another, in the measures that verification speaks of."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onnxamp.errors import DataError
+
+Array = npt.NDArray[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The candidate's values against the reference's; float measures are over elements that are finite in both.
+
+    Attributes:
+        elements: Number of elements.
+        max_abs: max |r − c|.
+        max_rel: max |r − c| / max |r|: the largest error as a share of the largest value.
+        cosine: Σrc / √(Σr² Σc²); 1 where both are zero everywhere.
+        snr: 10 log₁₀(Σr² / Σ(r − c)²) in dB; inf where they are equal.
+        nan: Elements that are NaN in the candidate only.
+        inf: Elements that are infinite in the candidate only, or of the other sign.
+        lost: Elements that are not finite in the reference only.
+        mismatches: Unequal elements of an integer, boolean or string output.
+        ties: Those of them that a tie in the reference's scores explains (see `onnxamp.evidence.ties`).
+        top1: Share of rows (last axis) whose largest element is in the same place; None where there are no rows.
+    """
+
+    elements: int
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    cosine: float = 1.0
+    snr: float = math.inf
+    nan: int = 0
+    inf: int = 0
+    lost: int = 0
+    mismatches: int = 0
+    ties: int = 0
+    top1: float | None = None
+
+    @property
+    def nonfinite(self) -> int:
+        """Elements that are NaN or infinite on one side only."""
+        return self.nan + self.inf + self.lost
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.max_abs or self.nonfinite or self.mismatches)
+
+
+def difference(reference: Any, candidate: Any) -> Difference:
+    """Compare two results of a session: arrays, or (nested) lists and maps of them.
+
+    Raises:
+        DataError: The structures or shapes differ.
+    """
+    pairs = list(_leaves(reference, candidate))
+    parts = [_compare(*pair) for pair in pairs]
+    if len(parts) == 1:
+        return parts[0]
+    floats = [(r, c) for r, c in pairs if is_float(r)]
+    joined = (
+        _compare(*(np.concatenate([np.ravel(side) for side in sides]) for sides in zip(*floats, strict=True)))
+        if floats
+        else Difference(0)
+    )
+    return dataclasses.replace(
+        joined,
+        elements=sum(part.elements for part in parts),
+        mismatches=sum(part.mismatches for part in parts),
+        top1=None,
+    )
+
+
+def is_float(array: Array) -> bool:
+    """Whether `array` holds floats, bfloat16 and the like included."""
+    return array.dtype.kind == "f" or (array.dtype.kind == "V" and array.dtype.names is None)
+
+
+def _leaves(reference: Any, candidate: Any) -> Iterator[tuple[Array, Array]]:
+    if isinstance(reference, dict) and isinstance(candidate, dict):
+        reference, candidate = ([value for _, value in sorted(side.items())] for side in (reference, candidate))
+    if isinstance(reference, list) or isinstance(candidate, list):
+        if not (isinstance(reference, list) and isinstance(candidate, list)) or len(reference) != len(candidate):
+            raise DataError("reference and candidate give sequences of different length")
+        for pair in zip(reference, candidate, strict=True):
+            yield from _leaves(*pair)
+        return
+    if reference is None and candidate is None:
+        return
+    r, c = np.asarray(reference), np.asarray(candidate)
+    if r.shape != c.shape:
+        raise DataError(f"the reference's shape is {list(r.shape)}, the candidate's {list(c.shape)}")
+    if is_float(r) != is_float(c):
+        raise DataError(f"the reference's type is {r.dtype}, the candidate's {c.dtype}")
+    yield r, c
+
+
+def _compare(reference: Array, candidate: Array) -> Difference:
+    if not is_float(reference):
+        return Difference(reference.size, mismatches=int(np.count_nonzero(reference != candidate)))
+    r, c = reference.astype(np.float64), candidate.astype(np.float64)
+    fine_r, fine_c = np.isfinite(r), np.isfinite(c)
+    counts = {"nan": 0, "inf": 0, "lost": 0}
+    if not (fine_r.all() and fine_c.all()):
+        counts["nan"] = int(np.count_nonzero(np.isnan(c) & ~np.isnan(r)))
+        counts["inf"] = int(np.count_nonzero(np.isinf(c) & (r != c) & ~np.isnan(r)))
+        counts["lost"] = int(np.count_nonzero(fine_c & ~fine_r)) + int(np.count_nonzero(np.isinf(c) & np.isnan(r)))
+        both = fine_r & fine_c
+        rf, cf = r[both], c[both]
+    else:
+        rf, cf = np.ravel(r), np.ravel(c)
+    error = rf - cf
+    max_abs = float(np.abs(error).max(initial=0.0))
+    largest = float(np.abs(rf).max(initial=0.0))
+    return Difference(
+        elements=r.size,
+        max_abs=max_abs,
+        max_rel=max_abs / largest if largest else (0.0 if max_abs == 0 else math.inf),
+        cosine=_cosine(rf, cf),
+        snr=_snr(rf, error),
+        top1=_top1(r, c),
+        **counts,
+    )
+
+
+def _cosine(r: Array, c: Array) -> float:
+    # Scaled first: squares of float64 values near the ends of their range would overflow or vanish.
+    scale_r, scale_c = (float(np.abs(side).max(initial=0.0)) for side in (r, c))
+    if scale_r == 0 or scale_c == 0:
+        return 1.0 if scale_r == scale_c else 0.0
+    r, c = r / scale_r, c / scale_c
+    return float(np.clip(r @ c / math.sqrt(float(r @ r) * float(c @ c)), -1, 1))
+
+
+def _snr(r: Array, error: Array) -> float:
+    scale = float(np.abs(error).max(initial=0.0))
+    if scale == 0:
+        return math.inf
+    signal, noise = r / scale, error / scale
+    power = float(signal @ signal)
+    return 10 * math.log10(power / float(noise @ noise)) if power else -math.inf
+
+
+def _top1(r: Array, c: Array) -> float | None:
+    if r.ndim < 2 or r.shape[-1] < 2 or not r.size:
+        return None
+    return float(np.mean(r.argmax(-1) == c.argmax(-1)))
+
+
+def worse(a: Difference, b: Difference) -> Difference:
+    """The worst of both in every measure: what a summary over samples says."""
+    rows = [part.top1 for part in (a, b) if part.top1 is not None]
+    return Difference(
+        elements=a.elements + b.elements,
+        max_abs=max(a.max_abs, b.max_abs),
+        max_rel=max(a.max_rel, b.max_rel),
+        cosine=min(a.cosine, b.cosine),
+        snr=min(a.snr, b.snr),
+        nan=a.nan + b.nan,
+        inf=a.inf + b.inf,
+        lost=a.lost + b.lost,
+        mismatches=a.mismatches + b.mismatches,
+        ties=a.ties + b.ties,
+        top1=min(rows) if rows else None,
+    )

@@ -1,0 +1,82 @@
+"""What a candidate may differ by, and the defaults by precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from onnxamp.errors import UsageError
+from onnxamp.evidence.metrics import Difference
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """Bounds for every output of every sample; None leaves a measure unbounded.
+
+    Attributes:
+        cosine: Least cosine similarity.
+        snr: Least signal-to-noise ratio in dB.
+        max_abs: Largest absolute error.
+        max_rel: Largest error as a share of the largest reference value.
+        nonfinite: Most elements that are NaN or infinite on one side only.
+        integers: Largest share of unequal elements of integer, boolean and string outputs that no tie explains.
+        top1: Least share of rows with the largest element in the same place.
+    """
+
+    cosine: float | None = None
+    snr: float | None = None
+    max_abs: float | None = None
+    max_rel: float | None = None
+    nonfinite: int | None = 0
+    integers: float | None = 0.0
+    top1: float | None = None
+
+    @classmethod
+    def parse(cls, entries: Iterable[str], base: Tolerance) -> Tolerance:
+        """`base` with entries such as ``cosine=0.999`` put in; ``none`` for a number lifts that bound.
+
+        Raises:
+            UsageError: An unknown measure, or no number.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        changes: dict[str, float | None] = {}
+        for entry in (part.strip() for text in entries for part in text.split(",")):
+            name, _, text = entry.partition("=")
+            try:
+                if name not in names:
+                    raise ValueError
+                changes[name] = None if text.lower() == "none" else float(text)
+            except ValueError:
+                raise UsageError(
+                    f"Tolerance {entry!r} is not MEASURE=NUMBER with one of {', '.join(names)}: write for example cosine=0.999."
+                ) from None
+        return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+    def missed(self, found: Difference) -> list[str]:
+        """The bounds that `found` breaks, in words."""
+        share = (found.mismatches - found.ties) / max(1, found.elements)
+        least = {"cosine": found.cosine, "snr": found.snr, "top1": found.top1}
+        most = {"max_abs": found.max_abs, "max_rel": found.max_rel, "nonfinite": found.nonfinite, "integers": share}
+        result = []
+        for name, value in least.items():
+            bound = getattr(self, name)
+            if bound is not None and value is not None and not value >= bound:
+                result.append(f"{name} {value:.6g} < {bound:g}")
+        for name, value in most.items():
+            bound = getattr(self, name)
+            if bound is not None and not value <= bound:
+                result.append(f"{name} {value:.6g} > {bound:g}")
+        return result
+
+    def to_dict(self) -> dict[str, float | int | None]:
+        """The bounds by name."""
+        return dataclasses.asdict(self)
+
+
+# By the least precise float type in the candidate. A bfloat16 value has 8 bits: rounding the weights alone costs
+# cosine 0.99 in some networks.
+DEFAULTS = {
+    "fp32": Tolerance(cosine=0.99999, snr=60.0),
+    "fp16": Tolerance(cosine=0.999, snr=30.0),
+    "bf16": Tolerance(cosine=0.99),
+}
