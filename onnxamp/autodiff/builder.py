@@ -266,6 +266,13 @@ class Builder(Emitter):
             result = size if self.known(result) is not None and fixed == 0 else self.Add(result, size)
         return result
 
+    def product(self, value: ir.Value) -> ir.Value:
+        """The number of elements of `value` as an int64 tensor of one element."""
+        dims = self.dims(value)
+        if all(isinstance(dim, int) for dim in dims):
+            return self.join([math.prod(dim for dim in dims if isinstance(dim, int))])
+        return self.Reshape(self.Size(value), [1])
+
     def index(self, number: int) -> ir.Value:
         """An int64 scalar constant."""
         return self.constant(np.asarray(number, np.int64))

@@ -18,13 +18,49 @@ FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
 # Operators that run in FP32 between Casts because ONNX Runtime's CUDA provider has no kernel in the low type (1.31).
 _FP32_FOR_FLOAT16 = frozenset({"GridSample", "Range", "EyeLike"})
 _FP32_FOR_BFLOAT16 = _FP32_FOR_FLOAT16 | frozenset(
-    ["Ceil", "Clip", "ConvTranspose", "CumSum", "DepthToSpace", "Einsum", "Equal", "Floor", "GlobalAveragePool", "Greater", "GreaterOrEqual", "IsInf", "Less", "LessOrEqual", "Log", "LogSoftmax", "LRN", "MaxPool", "NonZero", "OneHot", "Pad", "Reciprocal", "ReduceL2", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "Resize", "Round", "SpaceToDepth", "TopK"]
+    [
+        "Ceil",
+        "Clip",
+        "ConvTranspose",
+        "CumSum",
+        "DepthToSpace",
+        "Einsum",
+        "Equal",
+        "Floor",
+        "GlobalAveragePool",
+        "Greater",
+        "GreaterOrEqual",
+        "IsInf",
+        "Less",
+        "LessOrEqual",
+        "Log",
+        "LogSoftmax",
+        "LRN",
+        "MaxPool",
+        "NonZero",
+        "OneHot",
+        "Pad",
+        "Reciprocal",
+        "ReduceL2",
+        "ReduceMax",
+        "ReduceMin",
+        "ReduceProd",
+        "ReduceSumSquare",
+        "Resize",
+        "Round",
+        "SpaceToDepth",
+        "TopK",
+    ]
 )
 _FP32_FOR_BFLOAT16_BELOW_22 = _FP32_FOR_BFLOAT16 | frozenset({"AveragePool", "Conv", "Cos", "Sin", "Softplus"})
 
-_BOOLEAN = frozenset(["Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "And", "Or", "Xor", "IsNaN", "IsInf"])
+_BOOLEAN = frozenset(
+    ["Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "And", "Or", "Xor", "IsNaN", "IsInf"]
+)
 _INT64 = frozenset(["Shape", "Size", "NonZero", "ArgMax", "ArgMin"])
-_UNREPEATABLE = frozenset(["RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"])
+_UNREPEATABLE = frozenset(
+    ["RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"]
+)
 
 
 class Emitter:

@@ -35,7 +35,47 @@ RULES: dict[tuple[str, str], Rule] = {}
 #: Operators whose derivative is zero or undefined wherever it exists: nothing flows back through them.
 ZERO_GRADIENT: set[tuple[str, str]] = {
     ("", name)
-    for name in ["And", "ArgMax", "ArgMin", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Ceil", "ConstantOfShape", "Equal", "EyeLike", "Floor", "Greater", "GreaterOrEqual", "Hardmax", "IsInf", "IsNaN", "Less", "LessOrEqual", "NonMaxSuppression", "NonZero", "Not", "Or", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Range", "Round", "Shape", "Sign", "Size", "Unique", "Xor", "Multinomial", "OneHot", "QuantizeLinear", "DynamicQuantizeLinear", "StringNormalizer"]
+    for name in [
+        "And",
+        "ArgMax",
+        "ArgMin",
+        "BitShift",
+        "BitwiseAnd",
+        "BitwiseNot",
+        "BitwiseOr",
+        "BitwiseXor",
+        "Ceil",
+        "ConstantOfShape",
+        "Equal",
+        "EyeLike",
+        "Floor",
+        "Greater",
+        "GreaterOrEqual",
+        "Hardmax",
+        "IsInf",
+        "IsNaN",
+        "Less",
+        "LessOrEqual",
+        "NonMaxSuppression",
+        "NonZero",
+        "Not",
+        "Or",
+        "RandomNormalLike",
+        "RandomUniformLike",
+        "Bernoulli",
+        "Range",
+        "Round",
+        "Shape",
+        "Sign",
+        "Size",
+        "Unique",
+        "Xor",
+        "Multinomial",
+        "OneHot",
+        "QuantizeLinear",
+        "DynamicQuantizeLinear",
+        "StringNormalizer",
+    ]
 }
 
 

@@ -52,7 +52,18 @@ UNARY = [
 ]
 REDUCTIONS = [
     case(op, (2, 3, 4), *axes, keepdims=keep, low=0.2, note=str(i))
-    for op in ["ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp"]
+    for op in [
+        "ReduceSum",
+        "ReduceMean",
+        "ReduceMax",
+        "ReduceMin",
+        "ReduceProd",
+        "ReduceL1",
+        "ReduceL2",
+        "ReduceSumSquare",
+        "ReduceLogSum",
+        "ReduceLogSumExp",
+    ]
     for i, (axes, keep) in enumerate((((ints(1),), 1), ((ints(-1, 0),), 0), ((), 0), ((), 1)))
 ] + [
     case("ReduceSum", (2, 3), noop_with_empty_axes=1),

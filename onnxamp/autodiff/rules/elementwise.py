@@ -51,7 +51,8 @@ def identity(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 def cast(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The gradient of a Cast is a Cast back to the type of its source."""
     source = node.inputs[0]
-    assert source is not None and source.dtype is not None
+    assert source is not None
+    assert source.dtype is not None
     return [op.cast(g, source.dtype)]
 
 
@@ -65,7 +66,8 @@ def cast_like(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 def pow_(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """d(xᵉ) = e·xᵉ⁻¹·dx + xᵉ·ln x·de; the part of e is 0 where x ≤ 0."""
     x, e = node.inputs
-    assert x is not None and e is not None
+    assert x is not None
+    assert e is not None
     exponent = op.known(e)
     base: ir.Value | None = None
     if 0 in op.wanted:

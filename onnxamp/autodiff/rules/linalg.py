@@ -15,7 +15,8 @@ def matmul(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     Where B is one matrix, as a weight is, dB is one Gemm over all rows of A, with no batch of products to sum.
     """
     a, b = node.inputs
-    assert a is not None and b is not None
+    assert a is not None
+    assert b is not None
     rank_a, rank_b = op.rank(a), op.rank(b)
     if rank_a == 1 or rank_b == 1:
         return _matmul_vector(op, a, b, g)

@@ -114,7 +114,8 @@ def slice_(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
         positions = op.Range(op.index(0), op.Squeeze(size, [0]), op.index(1))
         pick = [op.Slice(value, [index], [index + 1], [0]) if value is not None else None for value in inputs[1:]]
         first, last, step = pick[0], pick[1], pick[3]
-        assert first is not None and last is not None
+        assert first is not None
+        assert last is not None
         taken = op.Slice(positions, op.int64(first), op.int64(last), [0], [1] if step is None else op.int64(step))
         extent = [op.dim(g, other) if other != axis else size for other in range(rank)]
         zeros = op.Expand(op.scalar(0.0, g.dtype), op.join(extent))

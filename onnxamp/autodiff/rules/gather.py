@@ -1,0 +1,143 @@
+"""Gradients of gathers and scatters. Sums over repeated indices run in FP32: an index may be hit thousands of times."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.registry import Gradients, gradient
+from onnxamp.dtypes import LOW
+
+
+def _data(node: ir.Node) -> ir.Value:
+    data = node.inputs[0]
+    assert data is not None
+    return data
+
+
+def _wide(op: Builder, g: ir.Value) -> ir.Value:
+    return op.cast(g, ir.DataType.FLOAT) if g.dtype in LOW else g
+
+
+def _needs_add(op: Builder) -> None:
+    op.refuse(op.opset < 16, "sums over repeated indices need opset 16 or later")
+
+
+@gradient("Gather", inputs=(0,))
+def gather(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """The gradient rows are added at their indices, in FP32. One constant index: the gradient between zeros."""
+    data, indices = _data(node), node.inputs[1]
+    assert indices is not None
+    rank = op.rank(data)
+    axis = node.attributes.get_int("axis", 0) % rank
+    content = op.known(indices)
+    if content is not None and content.size == 1:
+        return [_place(op, g if content.ndim else op.Unsqueeze(g, [axis]), data, axis, int(content.reshape(())))]
+    _needs_add(op)
+    order = list(range(rank))
+    order.insert(0, order.pop(axis))
+    index_rank = op.rank(indices)
+    moved = [*range(axis, axis + index_rank), *range(axis), *range(axis + index_rank, rank - 1 + index_rank)]
+    rows = op.transpose(_wide(op, g), moved)
+    sizes = [op.dim(data, other) for other in order]
+    rows = op.Reshape(rows, op.join([-1, *sizes[1:]]))
+    places = op.Reshape(op.int64(indices), [-1, 1])
+    empty = op.Expand(op.scalar(0.0, rows.dtype), op.join(sizes))
+    total = op.ScatterND(empty, places, rows, reduction="add")
+    return [op.transpose(total, np.argsort(order).tolist())]
+
+
+def _place(op: Builder, g: ir.Value, data: ir.Value, axis: int, index: int) -> ir.Value:
+    rank, size = op.rank(data), op.dims(data)[axis]
+    before: list[int | ir.Value] = [0] * rank
+    after: list[int | ir.Value] = [0] * rank
+    if isinstance(size, int):
+        before[axis], after[axis] = index % size, size - 1 - index % size
+    elif index >= 0:
+        before[axis], after[axis] = index, op.Sub(op.dim(data, axis), [index + 1])
+    else:
+        before[axis], after[axis] = op.Add(op.dim(data, axis), [index]), -1 - index
+    return op.Pad(g, op.join([*before, *after]))
+
+
+@gradient("GatherElements", inputs=(0,))
+def gather_elements(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """The gradient is added at the indices along the axis, in FP32."""
+    _needs_add(op)
+    data = _data(node)
+    g = _wide(op, g)
+    empty = op.expand(op.scalar(0.0, g.dtype), data)
+    axis = node.attributes.get_int("axis", 0)
+    return [op.ScatterElements(empty, node.inputs[1], g, axis=axis, reduction="add")]
+
+
+@gradient("GatherND", inputs=(0,))
+def gather_nd(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """The gradient is added at the indices, in FP32; batch dimensions become leading indices."""
+    _needs_add(op)
+    data, indices = _data(node), node.inputs[1]
+    assert indices is not None
+    batch = node.attributes.get_int("batch_dims", 0)
+    g = _wide(op, g)
+    places = op.int64(indices)
+    rank = op.rank(indices)
+    for axis in reversed(range(batch)):
+        positions = op.Range(op.index(0), op.Squeeze(op.dim(data, axis), [0]), op.index(1))
+        shape = [1] * rank
+        shape[axis] = -1
+        extent = op.join([*(op.dim(indices, other) for other in range(rank - 1)), 1])
+        places = op.Concat(op.Expand(op.Reshape(positions, shape), extent), places, axis=-1)
+    empty = op.expand(op.scalar(0.0, g.dtype), data)
+    return [op.ScatterND(empty, places, g, reduction="add")]
+
+
+@gradient("ScatterElements", inputs=(0, 2))
+def scatter_elements(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """Updates receive the gradient at their indices; data keep theirs (reduction add) or lose what was overwritten."""
+    _, indices, updates = node.inputs
+    assert updates is not None
+    assert indices is not None
+    axis = node.attributes.get_int("axis", 0)
+    reduction = node.attributes.get_string("reduction", "none")
+    op.refuse(reduction not in ("none", "add"), f"reduction {reduction}")
+    kept = g
+    if reduction == "none" and 0 in op.wanted:
+        kept = op.ScatterElements(g, indices, op.expand(op.scalar(0.0, g.dtype), updates), axis=axis)
+    return [kept, None, op.GatherElements(g, indices, axis=axis) if 2 in op.wanted else None]
+
+
+@gradient("ScatterND", inputs=(0, 2))
+def scatter_nd(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """Updates receive the gradient at their indices; data keep theirs (reduction add) or lose what was overwritten."""
+    _, indices, updates = node.inputs
+    assert updates is not None
+    reduction = node.attributes.get_string("reduction", "none")
+    op.refuse(reduction not in ("none", "add"), f"reduction {reduction}")
+    kept = g
+    if reduction == "none" and 0 in op.wanted:
+        kept = op.ScatterND(g, indices, op.expand(op.scalar(0.0, g.dtype), updates))
+    return [kept, None, op.GatherND(g, indices) if 2 in op.wanted else None]
+
+
+@gradient("TopK", inputs=(0,))
+def top_k(op: Builder, node: ir.Node, g: ir.Value, _: ir.Value | None = None) -> Gradients:
+    """The gradient of the values goes to where they came from."""
+    indices = node.outputs[1]
+    empty = op.expand(op.scalar(0.0, g.dtype), _data(node))
+    return [op.ScatterElements(empty, indices, g, axis=node.attributes.get_int("axis", -1))]
+
+
+@gradient("Compress", inputs=(0,))
+def compress(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """The gradient of the kept slices goes back to their places."""
+    data, condition = _data(node), node.inputs[1]
+    kept = op.NonZero(condition)
+    if "axis" not in node.attributes:
+        flat = op.Expand(op.scalar(0.0, g.dtype), op.Reshape(op.Size(data), [1]))
+        return [op.reshape(op.ScatterElements(flat, op.Reshape(kept, [-1]), g, axis=0), data)]
+    axis = node.attributes["axis"].as_int() % op.rank(data)
+    shape = [1] * op.rank(data)
+    shape[axis] = -1
+    places = op.Expand(op.Reshape(kept, shape), op.Shape(g))
+    return [op.ScatterElements(op.zeros(data), places, g, axis=axis)]

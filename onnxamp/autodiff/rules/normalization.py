@@ -1,0 +1,216 @@
+"""Gradients of normalizations. Statistics are FP32 (FP64 for FP64) whatever the type of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.registry import Gradients, gradient
+
+
+def _compute_type(value: ir.Value) -> ir.DataType:
+    return ir.DataType.DOUBLE if value.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+
+
+def _wide(op: Builder, value: ir.Value) -> ir.Value:
+    return op.cast(value, _compute_type(value))
+
+
+def _standardize(op: Builder, x: ir.Value, axes: Sequence[int], epsilon: float) -> tuple[ir.Value, ir.Value]:
+    """x̂ = (x − mean)/√(var + ε) over `axes`, and 1/√(var + ε)."""
+    centered = op.Sub(x, op.reduce("ReduceMean", x, axes))
+    variance = op.reduce("ReduceMean", op.Mul(centered, centered), axes)
+    inverse = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
+    return op.Mul(centered, inverse), inverse
+
+
+def _through(op: Builder, g: ir.Value, normal: ir.Value, inverse: ir.Value, axes: Sequence[int]) -> ir.Value:
+    """dx = (g − mean g − x̂·mean(g·x̂))·inverse, the gradient through `_standardize`."""
+    mean = op.reduce("ReduceMean", g, axes)
+    slope = op.reduce("ReduceMean", op.Mul(g, normal), axes)
+    return op.Mul(op.Sub(op.Sub(g, mean), op.Mul(normal, slope)), inverse)
+
+
+@gradient("LayerNormalization", inputs=(0, 1, 2))
+def layer_normalization(op: Builder, node: ir.Node, g: ir.Value, *_: ir.Value | None) -> Gradients:
+    """y = x̂·scale + b: dx through x̂, dscale = Σ g·x̂, db = Σ g. Mean and 1/σ are outputs of the forward node."""
+    x, scale, bias = [*node.inputs, None][:3]
+    assert x is not None
+    assert scale is not None
+    axes = list(range(node.attributes.get_int("axis", -1) % op.rank(x), op.rank(x)))
+    wide, g32, scale32 = _wide(op, x), _wide(op, g), _wide(op, scale)
+    if x.dtype == ir.DataType.DOUBLE:  # the schema gives FP32 statistics even for FP64 data
+        normal, inverse = _standardize(op, wide, axes, node.attributes.get_float("epsilon", 1e-5))
+    else:
+        mean, inverse = _statistics(op, node, x, axes)
+        normal = op.Mul(op.Sub(wide, mean), inverse)
+    dx = _through(op, op.Mul(g32, scale32), normal, inverse, axes) if 0 in op.wanted else None
+    dims = op.dims(x)
+    dscale = op.unbroadcast_dims(op.Mul(g32, normal), scale, [dims]) if 1 in op.wanted else None
+    db = op.unbroadcast_dims(g32, bias, [dims]) if bias is not None and 2 in op.wanted else None
+    return [dx, dscale, db]
+
+
+def _statistics(op: Builder, node: ir.Node, x: ir.Value, axes: Sequence[int]) -> tuple[ir.Value, ir.Value]:
+    """The outputs Mean and InvStdDev of the forward node, added when it has none."""
+    if len(node.outputs) < 3:
+        node.resize_outputs(3)
+    for value, name in zip(node.outputs[1:], ("mean", "inv_std"), strict=True):
+        if not value.name:
+            value.name = op.unique(f"{node.outputs[0].name}/{name}")
+        if value.dtype is None:
+            value.type = ir.TensorType(ir.DataType(node.attributes.get_int("stash_type", 1)))
+        if x.shape is not None:
+            value.shape = ir.Shape([1 if axis in axes else dim for axis, dim in enumerate(x.shape)])
+    return _wide(op, node.outputs[1]), _wide(op, node.outputs[2])
+
+
+@gradient("RMSNormalization", inputs=(0, 1))
+def rms_normalization(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """y = x·r·scale, r = 1/√(mean x² + ε): dx = r·(gs − x̂·mean(gs·x̂)) with gs = g·scale, x̂ = x·r."""
+    x, scale = node.inputs
+    assert x is not None
+    assert scale is not None
+    axes = list(range(node.attributes.get_int("axis", -1) % op.rank(x), op.rank(x)))
+    wide, g32 = _wide(op, x), _wide(op, g)
+    square = op.reduce("ReduceMean", op.Mul(wide, wide), axes)
+    inverse = op.Reciprocal(op.Sqrt(op.Add(square, node.attributes.get_float("epsilon", 1e-5))))
+    normal = op.Mul(wide, inverse)
+    scaled = op.Mul(g32, _wide(op, scale))
+    slope = op.reduce("ReduceMean", op.Mul(scaled, normal), axes)
+    dscale = op.unbroadcast_dims(op.Mul(g32, normal), scale, [op.dims(x)]) if 1 in op.wanted else None
+    return [op.Mul(op.Sub(scaled, op.Mul(normal, slope)), inverse), dscale]
+
+
+@gradient("BatchNormalization", inputs=(0, 1, 2))
+def batch_normalization(op: Builder, node: ir.Node, g: ir.Value, *_: ir.Value | None) -> Gradients:
+    """Inference form, y = (x − μ)/√(σ² + ε)·scale + b with constant statistics: dx = g·scale/√(σ² + ε),
+    dscale = Σ g·(x − μ)/√(σ² + ε), db = Σ g. The training form is decomposed before (`passes.norms`)."""
+    op.refuse(
+        bool(node.attributes.get_int("training_mode", 0)),
+        "a BatchNormalization in training mode has to be decomposed first",
+    )
+    x, scale, _bias, mean, variance = node.inputs
+    assert x is not None
+    assert scale is not None
+    assert mean is not None
+    assert variance is not None
+    rank = op.rank(x)
+    others = [0, *range(2, rank)]
+
+    def spread(value: ir.Value) -> ir.Value:
+        return op.Unsqueeze(value, list(range(1, rank - 1))) if rank > 2 else value
+
+    inverse = op.Reciprocal(op.Sqrt(op.Add(_wide(op, variance), node.attributes.get_float("epsilon", 1e-5))))
+    dx = dscale = None
+    if 0 in op.wanted:
+        factor = op.Mul(_wide(op, scale), inverse)
+        assert x.dtype is not None
+        dx = op.Mul(g, op.cast(spread(factor), x.dtype))
+    if 1 in op.wanted:
+        centered = op.Sub(_wide(op, x), spread(_wide(op, mean)))
+        dscale = op.Mul(op.sum(op.Mul(_wide(op, g), centered), others, keepdims=False), inverse)
+    return [dx, dscale, op.sum(_wide(op, g), others, keepdims=False) if 2 in op.wanted else None]
+
+
+@gradient("InstanceNormalization")
+def instance_normalization(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """Statistics over the spatial dimensions of each channel of each sample."""
+    x, scale, _ = node.inputs
+    assert x is not None
+    assert scale is not None
+    rank = op.rank(x)
+    axes, others = list(range(2, rank)), [0, *range(2, rank)]
+    normal, inverse = _standardize(op, _wide(op, x), axes, node.attributes.get_float("epsilon", 1e-5))
+    g32 = _wide(op, g)
+    spread = op.Unsqueeze(_wide(op, scale), list(range(1, rank - 1)))
+    dx = _through(op, op.Mul(g32, spread), normal, inverse, axes)
+    return [dx, op.sum(op.Mul(g32, normal), others, keepdims=False), op.sum(g32, others, keepdims=False)]
+
+
+@gradient("GroupNormalization")
+def group_normalization(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """Statistics over the channels of a group and the spatial dimensions; scale and bias per channel."""
+    x, scale, bias = node.inputs
+    assert x is not None
+    assert scale is not None
+    assert bias is not None
+    groups = node.attributes["num_groups"].as_int()
+    channels = op.dims(x)[1]
+    op.refuse(not isinstance(channels, int), "the number of channels is not static")
+    assert isinstance(channels, int)
+    op.refuse(op.opset < 21, "GroupNormalization is deprecated before opset 21")
+    grouped = op.join([op.dim(x, 0), groups, channels // groups, -1])
+    wide, g32 = op.Reshape(_wide(op, x), grouped), op.Reshape(_wide(op, g), grouped)
+    normal, inverse = _standardize(op, wide, [2, 3], node.attributes.get_float("epsilon", 1e-5))
+    spread = op.Reshape(_wide(op, scale), [1, groups, channels // groups, 1])
+    dx = op.reshape(_through(op, op.Mul(g32, spread), normal, inverse, [2, 3]), x)
+    others = [0, 3]
+    dscale = op.Reshape(op.sum(op.Mul(g32, normal), others, keepdims=False), [-1])
+    return [dx, dscale, op.Reshape(op.sum(g32, others, keepdims=False), [-1])]
+
+
+@gradient("LpNormalization")
+def lp_normalization(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """y = x/n with n = Σ|x| or √Σx²: dx = (g − n'·Σ g·y)/n with n' = sign x, or y; 0 where n = 0."""
+    x, y = node.inputs[0], node.outputs[0]
+    assert x is not None
+    axis = node.attributes.get_int("axis", -1) % op.rank(x)
+    p = node.attributes.get_int("p", 2)
+    size = op.Abs(x) if p == 1 else op.Mul(x, x)
+    norm = op.sum(size, [axis])
+    norm = norm if p == 1 else op.Sqrt(norm)
+    inner = op.sum(op.Mul(g, y), [axis])
+    slope = op.Sign(x) if p == 1 else y
+    zero = op.Equal(norm, 0.0)
+    safe = op.Where(zero, op.scalar(1.0, norm.dtype), norm)
+    dx = op.Div(op.Sub(g, op.Mul(slope, inner)), safe)
+    return [op.Where(zero, op.scalar(0.0, g.dtype), dx)]
+
+
+@gradient("MeanVarianceNormalization")
+def mean_variance_normalization(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """y = (x − mean)/(σ + 1e-9): the gradient through x̂ with that 1/(σ + 1e-9)."""
+    x = node.inputs[0]
+    assert x is not None
+    axes = list(node.attributes.get_ints("axes", (0, 2, 3)))
+    wide, g32 = _wide(op, x), _wide(op, g)
+    centered = op.Sub(wide, op.reduce("ReduceMean", wide, axes))
+    deviation = op.Sqrt(op.reduce("ReduceMean", op.Mul(centered, centered), axes))
+    inverse = op.Reciprocal(op.Add(deviation, 1e-9))
+    return [_through(op, g32, op.Mul(centered, inverse), inverse, axes)]
+
+
+@gradient("LRN")
+def lrn(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """y = x·s⁻ᵝ, s = k + α/size·Σ x² over a window of channels:
+    dx = g·s⁻ᵝ − 2αβ/size·x·Σ' g·x·s⁻ᵝ⁻¹ over the mirrored window."""
+    x, y = node.inputs[0], node.outputs[0]
+    assert x is not None
+    size = node.attributes["size"].as_int()
+    alpha, beta, bias = (
+        node.attributes.get_float(name, value) for name, value in (("alpha", 1e-4), ("beta", 0.75), ("bias", 1.0))
+    )
+    before, after = (size - 1) // 2, size - 1 - (size - 1) // 2
+    scale = op.Add(op.Mul(_window_sum(op, op.Mul(x, x), before, after), alpha / size), bias)
+    inner = op.Div(op.Mul(g, y), scale)
+    spread = op.Mul(op.Mul(x, _window_sum(op, inner, after, before)), 2.0 * alpha * beta / size)
+    return [op.Sub(op.Mul(g, op.Pow(scale, -beta)), spread)]
+
+
+def _window_sum(op: Builder, value: ir.Value, before: int, after: int) -> ir.Value:
+    """Sums over channels [c − before, c + after]."""
+    rank = op.rank(value)
+    pads = [0] * (2 * rank)
+    pads[1], pads[rank + 1] = before, after
+    padded = op.Pad(value, pads)
+    total: ir.Value | None = None
+    for shift in range(before + after + 1):
+        last = shift - before - after
+        part = op.Slice(padded, [shift], [last if last else 2**63 - 1], [1])
+        total = part if total is None else op.Add(total, part)
+    assert total is not None
+    total.shape = value.shape
+    return total

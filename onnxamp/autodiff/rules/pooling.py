@@ -1,0 +1,144 @@
+"""Gradients of pooling."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.registry import Gradients, gradient
+from onnxamp.autodiff.windows import Window, spread_back, window_of
+from onnxamp.dtypes import LOW
+
+
+def _x(node: ir.Node) -> ir.Value:
+    value = node.inputs[0]
+    assert value is not None
+    return value
+
+
+def _pool_window(op: Builder, node: ir.Node) -> Window:
+    kernel = tuple(node.attributes["kernel_shape"].as_ints())
+    return window_of(op, node, _x(node), node.outputs[0], kernel)
+
+
+def _spread(op: Builder, g: ir.Value, x: ir.Value, window: Window) -> ir.Value:
+    """Every value of `g` added onto all elements of its window: channels are a batch of single maps."""
+    assert x.shape is not None
+    assert g.shape is not None
+    n = window.rank
+    maps = [op.Reshape(value, op.join([-1, 1, *(op.dim(value, axis) for axis in range(2, n + 2))])) for value in (g, x)]
+    for single, value in zip(maps, (g, x), strict=True):
+        single.shape = ir.Shape([None, 1, *value.shape[2:]])  # type: ignore[index]
+    ones = op.Expand(op.scalar(1.0, g.dtype), [1, 1, *window.kernel])
+    return op.reshape(spread_back(op, maps[0], ones, maps[1], window, 1), x)
+
+
+@gradient("AveragePool")
+def average_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """Every element of a window receives g / n, n the number of elements that the mean counted."""
+    x = _x(node)
+    window = _pool_window(op, node)
+    include = bool(node.attributes.get_int("count_include_pad", 0))
+    ceil = bool(node.attributes.get_int("ceil_mode", 0))
+    whole = float(np.prod(window.kernel))
+    if not window.padded or (include and not ceil):
+        return [_spread(op, op.Mul(g, 1.0 / whole), x, window)]
+    return [_spread(op, op.Mul(g, _inverse_counts(op, node, g, window, include)), x, window)]
+
+
+def _inverse_counts(op: Builder, node: ir.Node, g: ir.Value, window: Window, include: bool) -> ir.Value:
+    """1 / (number of elements that count) for each window position; a product over the dimensions."""
+    pads = node.attributes.get_ints("pads", (0,) * 2 * window.rank)
+    result: ir.Value | None = None
+    for axis in range(window.rank):
+        size, steps = op.dims(_x(node))[axis + 2], op.dims(g)[axis + 2]
+        op.refuse(
+            not isinstance(size, int) or not isinstance(steps, int),
+            "a padded mean without its padding needs static sizes",
+        )
+        assert isinstance(size, int)
+        assert isinstance(steps, int)
+        starts = np.arange(steps)[:, None] * window.strides[axis] - window.begin[axis]
+        taps = starts + np.arange(window.kernel[axis]) * window.dilations[axis]
+        low, high = (-window.begin[axis], size + pads[window.rank + axis]) if include else (0, size)
+        counts = ((taps >= low) & (taps < high)).sum(1)
+        shape = [-1 if other == axis else 1 for other in range(window.rank)]
+        factor = op.cast(op.constant((1.0 / np.maximum(counts, 1)).reshape(shape)), g.dtype or ir.DataType.FLOAT)
+        result = factor if result is None else op.Mul(result, factor)
+    assert result is not None
+    return result
+
+
+@gradient("LpPool")
+def lp_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """y = (Σ|x|ᵖ)^(1/p): dx = sign(x)·|x|ᵖ⁻¹·Σ over windows of g·y¹⁻ᵖ."""
+    x, y = _x(node), node.outputs[0]
+    p = node.attributes.get_int("p", 2)
+    window = _pool_window(op, node)
+    if p == 1:
+        return [op.Mul(op.Sign(x), _spread(op, g, x, window))]
+    zero = op.Equal(y, 0.0)
+    safe = op.Where(zero, op.scalar(1.0, y.dtype), y)
+    if p == 2:
+        return [op.Mul(x, _spread(op, op.Div(g, safe), x, window))]
+    power = op.Mul(op.Sign(x), op.Pow(op.Abs(x), float(p - 1)))
+    return [op.Mul(power, _spread(op, op.Div(g, op.Pow(safe, float(p - 1))), x, window))]
+
+
+@gradient("MaxPool")
+def max_pool(op: Builder, node: ir.Node, g: ir.Value, _: ir.Value | None = None) -> Gradients:
+    """The gradient goes to the element that was the maximum: its index is an output of the forward node."""
+    x = _x(node)
+    window = _pool_window(op, node)
+    op.refuse(bool(node.attributes.get_int("storage_order", 0)), "storage_order 1")
+    indices = _indices(op, node)
+    wide = op.cast(g, ir.DataType.FLOAT) if window.overlaps and g.dtype in LOW else g
+    empty = op.Expand(op.scalar(0.0, wide.dtype), op.join([op.product(x)]))
+    places, values = op.Reshape(indices, [-1]), op.Reshape(wide, [-1])
+    if window.overlaps:
+        op.refuse(op.opset < 16, "overlapping windows need opset 16 or later")
+        total = op.ScatterElements(empty, places, values, axis=0, reduction="add")
+    else:
+        total = op.ScatterElements(empty, places, values, axis=0)
+    return [op.Reshape(total, op.shape(x))]
+
+
+def _indices(op: Builder, node: ir.Node) -> ir.Value:
+    if len(node.outputs) < 2:
+        node.resize_outputs(2)
+    indices = node.outputs[1]
+    if not indices.name:
+        indices.name = op.unique(f"{node.outputs[0].name}/indices")
+        indices.type, indices.shape = ir.TensorType(ir.DataType.INT64), node.outputs[0].shape
+    return indices
+
+
+@gradient("GlobalAveragePool")
+def global_average_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """Every element of a map receives g / (elements of the map)."""
+    x = _x(node)
+    return [op.expand(op.divide(g, op.count(x, list(range(2, op.rank(x))))), x)]
+
+
+@gradient("GlobalMaxPool")
+def global_max_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """The elements that equal the maximum share the gradient evenly."""
+    x = _x(node)
+    hits = op.cast(op.Equal(x, node.outputs[0]), x.dtype or ir.DataType.FLOAT)
+    number = op.sum(hits, list(range(2, op.rank(x))))
+    return [op.Mul(hits, op.Div(g, number))]
+
+
+@gradient("GlobalLpPool")
+def global_lp_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """y = (Σ|x|ᵖ)^(1/p) over a map: dx = sign(x)·|x|ᵖ⁻¹·y¹⁻ᵖ·g."""
+    x, y = _x(node), node.outputs[0]
+    p = node.attributes.get_int("p", 2)
+    if p == 1:
+        return [op.Mul(op.Sign(x), g)]
+    safe = op.Where(op.Equal(y, 0.0), op.scalar(1.0, y.dtype), y)
+    if p == 2:
+        return [op.Mul(x, op.Div(g, safe))]
+    power = op.Mul(op.Sign(x), op.Pow(op.Abs(x), float(p - 1)))
+    return [op.Mul(power, op.Div(g, op.Pow(safe, float(p - 1))))]
