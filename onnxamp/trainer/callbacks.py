@@ -56,7 +56,10 @@ class Callback:
         """After each epoch and its evaluation; the position is already that of the next epoch."""
 
     def on_end(self, loop: Loop, reason: str) -> None:
-        """After the last window of the run, however it ended; `reason` is `Loop.reason`."""
+        """After the last window of the run, unless it ended by an error; `reason` is `Loop.reason`."""
+
+    def close(self) -> None:
+        """Last of all, after an error too: give back files, terminals and signals."""
 
 
 class EarlyStopping(Callback):

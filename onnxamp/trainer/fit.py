@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from onnxamp.errors import DataError, UsageError
+from onnxamp.trainer.batches import Batches, bind
 from onnxamp.trainer.callbacks import Callback, Window
-from onnxamp.trainer.data import Array, Batch, Batches, Field, bind, open_data
+from onnxamp.trainer.data import Array, Batch, Field, open_data
 from onnxamp.trainer.metrics import Metric, metric
 
 
@@ -233,6 +234,13 @@ class _Run:
         self._evaluated = -1
 
     def run(self) -> History:
+        try:
+            return self._run()
+        finally:
+            for callback in self.callbacks:
+                callback.close()
+
+    def _run(self) -> History:
         loop = self.loop
         for callback in self.callbacks:
             callback.on_start(loop)

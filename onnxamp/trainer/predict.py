@@ -12,7 +12,8 @@ from onnxamp.errors import DataError, UnsupportedError
 from onnxamp.evidence.inputs import model_inputs
 from onnxamp.model.io import load
 from onnxamp.ort.session import SessionConfig, open_session, run
-from onnxamp.trainer.data import Array, Arrays, Batches, Binding, Field, bind, open_data
+from onnxamp.trainer.batches import Batches, Binding, bind
+from onnxamp.trainer.data import Array, Arrays, Field, open_data
 
 
 def model_fields(path: str | os.PathLike[str]) -> tuple[Field, ...]:

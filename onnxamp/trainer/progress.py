@@ -111,13 +111,7 @@ class Progress(Callback):
         text = f"epoch {number}{of}  step {loop.step}  loss {mean:.4g}"
         self._say(text + (f"  {numbers}" if numbers else ""))
 
-    def on_end(self, loop: Loop, reason: str) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
     def close(self) -> None:
-        """Give the terminal back if the run ended by an error."""
         if self._live is not None:
             self._live.stop()
             self._live = None

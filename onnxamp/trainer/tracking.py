@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from onnxamp.errors import RuntimeMissingError
 from onnxamp.trainer.callbacks import Callback, Window
+from onnxamp.trainer.checkpoint import atomic, disk_error
 
 if TYPE_CHECKING:
     from onnxamp.trainer.fit import Loop
@@ -58,6 +59,9 @@ class MetricsFile(Callback):
     """`metrics.jsonl`: one object per line, `kind` is `window` or `evaluation`.
 
     A run that goes on from a checkpoint takes out what was written after it, so that every window stands there once.
+
+    Raises:
+        RuntimeMissingError: The file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,22 +70,28 @@ class MetricsFile(Callback):
 
     def on_start(self, loop: Loop) -> None:
         kept = [entry for entry in read_metrics(self.path) if entry["window"] <= loop.windows]
-        fresh = self.path.with_suffix(".new")
-        with fresh.open("w", encoding="utf-8") as file:
-            file.writelines(_line(entry) for entry in kept)
-        fresh.replace(self.path)
-        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        try:
+            with atomic(self.path) as file:
+                file.writelines(_line(entry).encode() for entry in kept)
+            self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        except OSError as problem:
+            raise disk_error(self.path, problem) from problem
 
     def on_window(self, loop: Loop, window: Window) -> None:
-        assert self._file is not None
-        self._file.write(_line(record(loop, window)))
+        self._write(record(loop, window))
 
     def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
-        assert self._file is not None
         entry = {"kind": "evaluation", "window": loop.windows, "step": loop.step, "epoch": loop.epoch}
-        self._file.write(_line({**entry, **values}))
+        self._write({**entry, **values})
 
-    def on_end(self, loop: Loop, reason: str) -> None:
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        try:
+            self._file.write(_line(entry))
+        except OSError as problem:
+            raise disk_error(self.path, problem) from problem
+
+    def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
@@ -139,5 +149,6 @@ class TensorBoard(Callback):
         for name, value in values.items():
             self._writer.add_scalar(f"val/{name.removeprefix('val_')}", value, loop.windows)
 
-    def on_end(self, loop: Loop, reason: str) -> None:
-        self._writer.close()
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from onnxamp.errors import DataError
-from onnxamp.trainer.data import Batches, Field, Stream, bind, open_data
+from onnxamp.trainer.batches import Batches, bind
+from onnxamp.trainer.data import Field, Stream, open_data
 
 ROWS = 103
 X = np.arange(ROWS * 6, dtype=np.float32).reshape(ROWS, 2, 3)

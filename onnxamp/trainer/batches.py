@@ -1,0 +1,281 @@
+"""From data to micro-batches: which column feeds which input, and in which order the rows come.
+
+`bind` matches the columns with the fields that a model asks for, and says which casts and leftovers there are.
+`Batches` yields the micro-batches of one epoch in a seeded order, from any position, read ahead by a thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from onnxamp.errors import DataError
+from onnxamp.trainer.data import Array, Arrays, Batch, Data, Field, Stream, shape_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """Which column feeds which field.
+
+    Attributes:
+        data: The data.
+        fields: What the model asks for, in its order.
+        columns: Field name to column name.
+        notes: What is worth a line to the user: casts done, columns not used.
+    """
+
+    data: Data
+    fields: tuple[Field, ...]
+    columns: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def convert(self, batch: Mapping[str, Array]) -> Batch:
+        """One stored batch as the model wants it.
+
+        Raises:
+            DataError: A column is missing from this batch, or its type or shape does not fit.
+        """
+        result = {}
+        for field in self.fields:
+            column = self.columns[field.name]
+            if column not in batch:
+                raise DataError(f"A batch of {self.data.origin} lacks column {column!r}; it has {', '.join(batch)}.")
+            value = batch[column]
+            found = Field(column, value.dtype, value.shape)
+            if problem := _misfit(field, found):
+                raise DataError(f"{self.data.origin}: {problem}")
+            result[field.name] = np.ascontiguousarray(value, dtype=field.dtype)
+        return result
+
+
+def bind(
+    data: Data, fields: Iterable[Field], *, columns: Mapping[str, str] | None = None, optional: Iterable[str] = ()
+) -> Binding:
+    """Match the columns of `data` with the fields that a model asks for.
+
+    Columns are found by name. A type that holds every value of the column's (uint8 → float32, int32 → int64) is
+    taken with a cast, and so is float64 → float32; both are noted. Nothing else is converted.
+
+    Args:
+        data: Opened data.
+        fields: The fields, `labels` and `weights` among them.
+        columns: Field name to column name, where they differ.
+        optional: Names of fields that may be absent from the data; they are then absent from the batches.
+
+    Raises:
+        DataError: A field has no column, or the column's type or shape does not fit; the text lists what was
+            expected and what was found.
+    """
+    wanted = list(fields)
+    columns = dict(columns or {})
+    if unknown := sorted(columns.keys() - {field.name for field in wanted}):
+        raise DataError(f"The model has no input {unknown[0]!r}; it takes {', '.join(str(field) for field in wanted)}.")
+    stored = {field.name: field for field in data.fields}
+    chosen = {field.name: columns.get(field.name, field.name) for field in wanted}
+    absent = set(optional) - columns.keys()
+    wanted = [field for field in wanted if field.name not in absent or chosen[field.name] in stored]
+    problems: list[str] = []
+    notes: list[str] = []
+    for field in wanted:
+        found = stored.get(chosen[field.name])
+        if found is None:
+            problems.append(f"{chosen[field.name]!r} is missing")
+        elif problem := _misfit(field, found):
+            problems.append(problem)
+        elif found.dtype != field.dtype:
+            notes.append(f"{found.name} is {found.dtype.name} in the data and is cast to {field.dtype.name}")
+    left = [name for name in stored if name not in {chosen[field.name] for field in wanted}]
+    if problems:
+        raise DataError(
+            f"{data.origin} does not fit the model: {'; '.join(problems)}.\n"
+            f"  expected: {', '.join(str(field) for field in wanted)}\n"
+            f"  found:    {', '.join(str(field) for field in stored.values())}{_hint(wanted, stored, chosen, left)}"
+        )
+    if left:
+        notes.append(f"not used: {', '.join(left)}")
+    return Binding(data, tuple(wanted), {field.name: chosen[field.name] for field in wanted}, tuple(notes))
+
+
+def _misfit(field: Field, found: Field) -> str | None:
+    if found.dtype != field.dtype and not (
+        np.can_cast(found.dtype, field.dtype, "safe") or (found.dtype == np.float64 and field.dtype == np.float32)
+    ):
+        return f"{field.name!r} must be {field.dtype.name} and is {found.dtype.name}"
+    if field.shape is None or found.shape is None:
+        return None
+    fits = len(field.shape) == len(found.shape) and all(
+        not isinstance(want, int) or not isinstance(have, int) or want == have
+        for want, have in zip(field.shape[1:], found.shape[1:], strict=True)
+    )
+    return None if fits else f"{field.name!r} must be {shape_text(field.shape)} and is {shape_text(found.shape)}"
+
+
+def _hint(wanted: list[Field], stored: Mapping[str, Field], chosen: Mapping[str, str], left: list[str]) -> str:
+    missing = [field for field in wanted if chosen[field.name] not in stored]
+    fitting = [(field.name, name) for field in missing for name in left if not _misfit(field, stored[name])]
+    if not fitting:
+        return ""
+    return "\n  if a column has another name, say so: " + " ".join(
+        f"--column {name}={column}" for name, column in fitting
+    )
+
+
+class Batches:
+    """The micro-batches of an epoch, in an order that depends only on the seed and the epoch.
+
+    With several ranks every rank sees the same order and takes its own slice of each global micro-batch, so the rows
+    of a window do not depend on the number of ranks.
+
+    Args:
+        binding: The data and the fields.
+        batch_size: Rows of a micro-batch on one rank; None keeps the batches of a stream as they are.
+        shuffle: Draw a new order each epoch (data in a stream keep theirs).
+        seed: Seed of the order.
+        prefetch: Batches read ahead by a thread; 0 reads in the calling thread.
+        rank: This process.
+        world_size: Number of processes.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        batch_size: int | None,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        prefetch: int = 2,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if batch_size is None and isinstance(binding.data, Arrays):
+            raise DataError("Data held as arrays need a batch size.")
+        if batch_size is not None and batch_size < 1:
+            raise DataError(f"The batch size must be at least 1, not {batch_size}.")
+        self.binding = binding
+        self.batch_size = batch_size
+        self.shuffle = shuffle and isinstance(binding.data, Arrays)
+        self.seed = seed
+        self.prefetch = prefetch
+        self.rank = rank
+        self.world_size = world_size
+
+    def __len__(self) -> int:
+        """Micro-batches of an epoch.
+
+        Raises:
+            TypeError: The data are a stream, whose length is not known.
+        """
+        if not isinstance(self.binding.data, Arrays):
+            raise TypeError("a stream of batches has no known length")
+        assert self.batch_size is not None
+        return math.ceil(self.binding.data.rows / (self.batch_size * self.world_size))
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of an epoch over all ranks; None for a stream."""
+        return self.binding.data.rows if isinstance(self.binding.data, Arrays) else None
+
+    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """The micro-batches of one epoch, the last one shorter where the rows do not divide.
+
+        Args:
+            epoch: Number of the epoch: with the seed it fixes the order.
+            start: Micro-batches to leave out at the beginning, to go on where a run stopped.
+        """
+        batches = self._arrays(epoch, start) if isinstance(self.binding.data, Arrays) else self._stream(start)
+        return _read_ahead(batches, self.prefetch) if self.prefetch else batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.epoch()
+
+    def order(self, epoch: int) -> npt.NDArray[np.int64]:
+        """The rows of an epoch in the order in which they are used."""
+        assert isinstance(self.binding.data, Arrays)
+        if not self.shuffle:
+            return np.arange(self.binding.data.rows)
+        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([self.seed, epoch])))
+        return generator.permutation(self.binding.data.rows)
+
+    def _arrays(self, epoch: int, start: int) -> Iterator[Batch]:
+        data = self.binding.data
+        assert isinstance(data, Arrays)
+        assert self.batch_size is not None
+        order = self.order(epoch)
+        names = list(dict.fromkeys(self.binding.columns.values()))
+        whole = self.batch_size * self.world_size
+        for first in range(start * whole, data.rows, whole):
+            rows = order[first : first + whole]
+            # A short last global batch is dealt evenly, so that every rank takes part in every window.
+            mine = np.array_split(rows, self.world_size)[self.rank] if len(rows) < whole else rows[self._slice()]
+            yield self.binding.convert(data.take(names, mine))
+
+    def _slice(self) -> slice:
+        assert self.batch_size is not None
+        return slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
+
+    def _stream(self, start: int) -> Iterator[Batch]:
+        data = self.binding.data
+        assert isinstance(data, Stream)
+        pieces = self._rebatch(data) if self.batch_size else iter(data)
+        for index, batch in enumerate(pieces):
+            if index >= start * self.world_size and index % self.world_size == self.rank:
+                yield self.binding.convert(batch)
+
+    def _rebatch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Cut and join the batches of a stream into micro-batches of the size asked for."""
+        assert self.batch_size is not None
+        kept: Batch = {}
+        for batch in batches:
+            kept = {name: np.concatenate([kept[name], value]) if kept else value for name, value in batch.items()}
+            rows = len(next(iter(kept.values())))
+            for first in range(0, rows - self.batch_size + 1, self.batch_size):
+                yield {name: value[first : first + self.batch_size] for name, value in kept.items()}
+            kept = {name: value[rows - rows % self.batch_size :] for name, value in kept.items()}
+            if not rows % self.batch_size:
+                kept = {}
+        if kept:
+            yield kept
+
+
+def _read_ahead(batches: Iterator[Batch], depth: int) -> Iterator[Batch]:
+    """Run an iterator in a thread, at most `depth` items ahead; its errors are raised here."""
+    ready: queue.Queue[tuple[Batch | None, BaseException | None]] = queue.Queue(depth)
+    stopped = threading.Event()
+
+    def put(item: tuple[Batch | None, BaseException | None]) -> bool:
+        while not stopped.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def work() -> None:
+        try:
+            for batch in batches:
+                if not put((batch, None)):
+                    return
+            put((None, None))
+        except BaseException as problem:
+            put((None, problem))
+
+    thread = threading.Thread(target=work, name="onnxamp-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            batch, problem = ready.get()
+            if problem is not None:
+                raise problem
+            if batch is None:
+                return
+            yield batch
+    finally:
+        stopped.set()
+        thread.join()

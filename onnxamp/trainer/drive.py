@@ -1,0 +1,201 @@
+"""A run from its folder: puts the callbacks together, handles signals, and leaves report and model behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from onnxamp.errors import AmpError, UsageError
+from onnxamp.trainer.callbacks import Callback, Checkpoints, EarlyStopping
+from onnxamp.trainer.fit import History, fit
+from onnxamp.trainer.metrics import Metric
+from onnxamp.trainer.progress import Progress, amount
+from onnxamp.trainer.run import Run
+from onnxamp.trainer.run_report import run_page, scale_hint
+from onnxamp.trainer.tracking import MetricsFile, TensorBoard
+from onnxamp.trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from onnxamp.trainer.fit import Loop
+
+INTERRUPTED = "interrupted"
+
+
+class StopOnSignal(Callback):
+    """Ctrl-C and SIGTERM end the run after the running micro-step; a second one ends it at once."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._before: dict[int, Any] = {}
+
+    def on_start(self, loop: Loop) -> None:
+        def stop(number: int, frame: object) -> None:
+            if loop.reason is not None:
+                raise KeyboardInterrupt
+            loop.stop(INTERRUPTED)
+            self.console.print("stopping after this micro-batch (once more: at once)", style="yellow")
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, stop)
+
+    def close(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run is to do, apart from its bundle.
+
+    Attributes:
+        data: Training data.
+        val: Data to evaluate on, or None.
+        columns: Input name to column name.
+        epochs: Passes over the data, or None.
+        steps: Updates, or None.
+        batch_size: Rows of a micro-batch.
+        eval_every: Windows between two evaluations, or None: once per epoch.
+        metrics: Metrics besides the loss.
+        early_stop: Name of the value that stops the run when it no longer gets better.
+        patience: Evaluations to wait for a better one.
+        save_every: Windows between two checkpoints, or None: once per epoch.
+        keep: Checkpoints kept.
+        shuffle: Draw a new order each epoch.
+        seed: Seed of the order.
+        tensorboard: Write TensorBoard events.
+    """
+
+    data: str
+    val: str | None = None
+    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    epochs: int | None = None
+    steps: int | None = None
+    batch_size: int = 32
+    eval_every: int | None = None
+    metrics: Sequence[Metric] = ()
+    early_stop: str | None = None
+    patience: int = 3
+    save_every: int | None = None
+    keep: int = 2
+    shuffle: bool = True
+    seed: int = 0
+    tensorboard: bool = False
+
+    def better(self, name: str) -> Literal["higher", "lower"]:
+        """Whether a higher or lower value of `val_loss` or a metric is the better one.
+
+        Raises:
+            UsageError: There is no such value.
+        """
+        if name == "val_loss":
+            return "lower"
+        for metric in self.metrics:
+            if metric.name == name:
+                return metric.better
+        known = ", ".join(["val_loss", *(metric.name for metric in self.metrics)])
+        raise UsageError(f"There is no {name!r} to watch; there are {known}: add it with --metric.")
+
+    def callbacks(self, run: Run, console: Console, extra: Sequence[Callback] = ()) -> list[Callback]:
+        """Everything that goes on around the loop, in the order that the records need."""
+        if self.early_stop is not None and self.val is None:
+            raise UsageError("--early-stop needs data to evaluate on: add --val.")
+        watched = None if self.val is None else self.early_stop or "val_loss"
+        better = self.better(watched) if watched else "lower"
+        callbacks: list[Callback] = [MetricsFile(run.metrics_path)]
+        if self.tensorboard:
+            callbacks.append(TensorBoard(run.tensorboard_folder))
+        callbacks.append(
+            Checkpoints(run.checkpoint_folder, self.save_every, keep=self.keep, metric=watched, better=better)
+        )
+        if watched and self.early_stop is not None:
+            callbacks.append(EarlyStopping(watched, self.patience, better=better))
+        return [*callbacks, Progress(console), StopOnSignal(console), *extra]
+
+
+def drive(run: Run, trainer: Trainer, plan: Plan, console: Console, extra: Sequence[Callback] = ()) -> History:
+    """Train, then write the page and the model.
+
+    Args:
+        run: The folder, made before.
+        trainer: A fresh trainer, or one loaded from a checkpoint of this run.
+        plan: What to do.
+        console: Where a person looks.
+        extra: Further callbacks.
+
+    Raises:
+        AmpError: Whatever ended the run; the page is written nevertheless.
+    """
+    reason = "failed"
+    try:
+        history = fit(
+            trainer,
+            plan.data,
+            epochs=plan.epochs,
+            steps=plan.steps,
+            batch_size=plan.batch_size,
+            val=plan.val,
+            eval_every=plan.eval_every,
+            metrics=plan.metrics,
+            columns=plan.columns,
+            shuffle=plan.shuffle,
+            seed=plan.seed,
+            callbacks=plan.callbacks(run, console, extra),
+            rank=trainer.collective.rank,
+            world_size=trainer.collective.world_size,
+        )
+        reason = history.reason
+    except AmpError as problem:
+        reason = str(problem)
+        raise
+    finally:
+        write_report(run, reason)
+    if reason != INTERRUPTED:
+        export_best(run, trainer, history)
+    summary(run, trainer, history, console)
+    return history
+
+
+def write_report(run: Run, reason: str) -> None:
+    """Write `report.html` from what was recorded."""
+    options = run.read_config()
+    title = f"Training of {Path(str(options.get('model', run.folder.name))).name}"
+    run.write_text(run.report_path, run_page(title, run.metrics(), options, reason))
+
+
+def export_best(run: Run, trainer: Trainer, history: History) -> None:
+    """Write `model.onnx`: the best checkpoint's parameters, or the last ones where nothing was evaluated."""
+    best = run.checkpoint_folder / "best.safetensors"
+    chosen = Trainer.load(best, trainer.provider) if history.best and best.is_file() else trainer
+    chosen.export(run.model_path)
+
+
+def summary(run: Run, trainer: Trainer, history: History, console: Console) -> None:
+    """The last lines: what was done, what came out, what to do next."""
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(text, style=style), soft_wrap=True)
+
+    shown = Path(os.path.relpath(run.folder)) if run.folder.is_absolute() else run.folder
+    rate = history.rows / history.seconds if history.seconds else 0.0
+    skipped = f", {history.skipped} skipped" if history.skipped else ""
+    say(
+        f"{history.steps} steps{skipped} in {amount(history.seconds)} ({rate:,.0f} rows/s)"
+        + ("" if history.reason in ("done", INTERRUPTED) else f"; stopped early: {history.reason}")
+    )
+    if hint := scale_hint([entry for entry in run.metrics() if entry["kind"] == "window"]):
+        say(hint, "yellow")
+    if history.reason == INTERRUPTED:
+        say(f"Interrupted and saved. Go on with:  onnxamp train --resume -o {shown}", "yellow")
+        return
+    best = history.best
+    what = f"best {best['metric']} {best['value']:.4g}, epoch {best['epoch'] + 1}" if best else "last parameters"
+    say(f"model   {shown / run.model_path.name}  ({what})")
+    say(f"report  {shown / run.report_path.name}")
