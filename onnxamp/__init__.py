@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from onnxamp.conversion import ConvertResult, convert
     from onnxamp.comparison import GraphDiff, diff
+    from onnxamp.conversion import ConvertResult, convert
     from onnxamp.errors import AmpError
     from onnxamp.evidence import verify
     from onnxamp.passes.emulate import emulate
-    from onnxamp.trainer import Trainer
+    from onnxamp.trainer.trainer import Trainer
     from onnxamp.training.head import replace_head
 
 __all__ = [
@@ -38,7 +38,7 @@ _HOME = {
     "AmpError": "onnxamp.errors",
     "ConvertResult": "onnxamp.conversion",
     "GraphDiff": "onnxamp.comparison",
-    "Trainer": "onnxamp.trainer",
+    "Trainer": "onnxamp.trainer.trainer",
     "convert": "onnxamp.conversion",
     "diff": "onnxamp.comparison",
     "emulate": "onnxamp.passes.emulate",

@@ -66,7 +66,6 @@ class Binding:
 
     def fetch(self, name: str) -> None:
         """Let the runtime allocate the output `name` on the host, anew in every run: its shape depends on the batch."""
-        self._binding.bind_output(name, "cpu")
         self._order[name] = True
 
     def run(self) -> None:
@@ -76,6 +75,9 @@ class Binding:
             DataError: A node fails on these values.
             UnsupportedError: A node has no kernel for the types that arrive.
         """
+        for name, fetched in self._order.items():
+            if fetched:  # what a run allocated stays bound, in the shape of that run
+                self._binding.bind_output(name, "cpu")
         try:
             self._session.run_with_iobinding(self._binding, self._options)
         except Exception as problem:

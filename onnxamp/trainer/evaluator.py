@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
@@ -52,7 +54,7 @@ class Evaluator:
         self.sums = Buffer(8, arenas.device, arenas.device_id).view(0, (2,), _element_type("float32"))
         self._bindings: dict[tuple[int, ...], Binding] = {}
 
-    def run(self, batch: Batch) -> dict[str, object]:
+    def run(self, batch: Batch) -> dict[str, Any]:
         """The outputs for one batch; the sums of losses and weights are left in `sums`."""
         key = tuple(block.current for block in self._arenas.blocks.values())
         if key not in self._bindings:

@@ -1,0 +1,331 @@
+"""`Trainer`: a bundle running on ONNX Runtime."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from onnxamp.errors import ModelError, UsageError
+from onnxamp.ort.providers import provider_list, short_name
+from onnxamp.ort.session import SessionConfig, open_session
+from onnxamp.ort.values import Buffer, View, element_type
+from onnxamp.passes.emulate import emulate
+from onnxamp.trainer import checkpoint
+from onnxamp.trainer.arenas import Arenas, numpy_dtype
+from onnxamp.trainer.batch import BatchCheck
+from onnxamp.trainer.collective import Collective, SingleProcess
+from onnxamp.trainer.data import Field
+from onnxamp.trainer.evaluator import Evaluator, without_loss
+from onnxamp.trainer.loop import Loop, StepResult, Window
+from onnxamp.trainer.program import Place, Program, Results
+from onnxamp.training.bundle import Bundle
+
+if TYPE_CHECKING:
+    from onnxamp.trainer.fit import History
+    from onnxamp.trainer.metrics import Metric
+
+Batch = Mapping[str, NDArray[Any]]
+
+# Providers with memory of their own, as ONNX Runtime calls the device.
+_DEVICES = {"cuda": "cuda", "cann": "cann", "rocm": "cuda", "migraphx": "cuda"}
+# Providers that compute in 16 bits where a graph says so. Elsewhere the rounding of each node is made explicit.
+_COMPUTES_LOW = frozenset({"cuda", "tensorrt", "tensorrt-rtx", "cann", "rocm", "migraphx"})
+# Elements that the optimizer works on at a time on the CPU: few enough that they stay in the cache between its nodes.
+_CHUNK = 1 << 16
+
+
+class Trainer:
+    """Trains a bundle.
+
+    Args:
+        bundle: A bundle, or the folder of one.
+        provider: ``auto``, ``cpu``, ``cuda``... (`onnxamp doctor` lists what is there).
+        accumulate: Micro-batches in a window.
+        threads: Threads of the CPU to compute with; 0 leaves it to the runtime.
+        in_place: Overwrite state in memory where that is proved safe. False uses two buffers in turn everywhere; the
+            results are the same bit for bit.
+        collective: The processes that train together.
+
+    Attributes:
+        position: What the data loop wants to find again after a restart; saved with each checkpoint.
+
+    Raises:
+        RuntimeMissingError: The runtime, the provider or the memory is not there.
+        UsageError: `accumulate` is not positive.
+        ModelError: The bundle is broken.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle | str | os.PathLike[str],
+        provider: str = "auto",
+        accumulate: int = 1,
+        *,
+        threads: int = 0,
+        in_place: bool = True,
+        collective: Collective | None = None,
+    ) -> None:
+        if accumulate < 1:
+            raise UsageError(f"accumulate must be at least 1, not {accumulate}.")
+        self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.load(bundle)
+        self.manifest = self.bundle.manifest
+        self.position: dict[str, Any] = {}
+        self.provider = _resolve(provider)
+        self.collective: Collective = collective or SingleProcess()
+        device = _DEVICES.get(self.provider, "cpu")
+        self._config = SessionConfig(provider=self.provider, threads=threads, memory_pattern=False)
+        self._arenas = Arenas(self.manifest, device)
+        self._arenas.load(self.bundle.state)
+        self._environment = checkpoint.environment(self.provider, threads)
+        place = Place(self._arenas, Results(device), self._config, in_place, self._segment_scalars(device))
+        graphs = self.manifest.graphs
+        programs = {name: Program(self._executable(name), graphs[name], place) for name in ("grad", "reduce", "update")}
+        self.refusals = {
+            f"{name}: {output}": why for name in programs for output, why in programs[name].refusals.items()
+        }
+        self._check = BatchCheck(
+            graphs["grad"].of_kind("data", "labels", "weights"), self.manifest.rows, self.manifest.labels
+        )
+        pieces = self._arenas.pieces(_CHUNK if device == "cpu" else None)
+        self._loop = Loop(self.manifest, self._arenas, programs, pieces, accumulate, self.collective, self._weight_sum)
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches in a window; may be changed at any time."""
+        return self._loop.accumulate
+
+    @accumulate.setter
+    def accumulate(self, value: int) -> None:
+        if value < 1:
+            raise UsageError(f"accumulate must be at least 1, not {value}.")
+        self._loop.accumulate = value
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The arrays that a batch has: the model's inputs, `labels`, and `weights` (optional)."""
+        ports = self.manifest.graphs["grad"].of_kind("data", "labels", "weights")
+        return tuple(Field(port.name, numpy_dtype(port.dtype), port.shape) for port in ports)
+
+    @property
+    def step(self) -> int:
+        """Applied windows since the beginning."""
+        return int(self._arenas.tensor("counters/step"))
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of parameters, gradients and optimizer state."""
+        return self._arenas.nbytes
+
+    def micro_step(self, batch: Batch) -> StepResult:
+        """Add the gradients of a micro-batch to the window; the last one of a window applies it.
+
+        Args:
+            batch: Arrays by input name, `labels` and, if rows weigh differently, `weights`.
+
+        Raises:
+            DataError: The batch does not fit: names, types, shapes, or labels that are no classes.
+            DivergedError: Too many windows in a row were skipped at the lowest loss scale.
+        """
+        return self._loop.micro_step(self._check(batch))
+
+    def flush(self) -> StepResult | None:
+        """Apply the window as it is, if it has any micro-batch."""
+        return self._loop.flush()
+
+    def fit(self, data: Any, **options: Any) -> History:
+        """Train on a data set: see `onnxamp.trainer.fit.fit` for the arguments."""
+        from onnxamp.trainer.fit import fit
+
+        return fit(self, data, **options)
+
+    def evaluate(
+        self,
+        data: Batch | Iterable[Batch],
+        *,
+        weights: str = "working",
+        metrics: Sequence[Metric] = (),
+    ) -> dict[str, float]:
+        """Mean loss over a data set, and metrics of the model's first output.
+
+        Args:
+            data: A batch, or an iterable of batches.
+            weights: ``working``, the parameters as training computes with them, or ``ema``, their moving average.
+            metrics: Metrics to update and read.
+        """
+        evaluator = self._evaluator(weights)
+        for each in metrics:
+            each.reset()
+        totals = np.zeros(2)
+        output = next(iter(self.bundle.model.graph.outputs)).name
+        for batch in [data] if isinstance(data, Mapping) else data:
+            outputs = evaluator.run(self._check(batch))
+            totals += evaluator.sums.read()
+            for each in metrics:
+                each.update(outputs[output or ""], batch["labels"], batch.get("weights"))
+        totals = self._over_ranks(totals)
+        loss = float(totals[0] / totals[1]) if totals[1] else float("nan")
+        return {"loss": loss, **{each.name: each.value() for each in metrics}}
+
+    def predict(self, data: Batch | Iterable[Batch], *, weights: str = "working") -> dict[str, NDArray[Any]]:
+        """The model's outputs, joined along the first axis if `data` is an iterable of batches.
+
+        Labels and weights may be there, and are not used.
+        """
+        average = self._average(weights)
+        graph = without_loss(self._executable("eval"), self.manifest.graphs["eval"])
+        evaluator = Evaluator(graph, self.manifest.graphs["eval"], self._arenas, self._config, average=average)
+        check = BatchCheck(self.manifest.graphs["eval"].of_kind("data"), self.manifest.rows)
+        parts = []
+        for batch in [data] if isinstance(data, Mapping) else data:
+            inputs = {name: value for name, value in batch.items() if name not in ("labels", "weights")}
+            parts.append(evaluator.run(check(inputs)))
+        if not parts:
+            raise UsageError("There are no batches to predict.")
+        if len(parts) == 1:
+            return parts[0]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def parameters(self) -> dict[str, NDArray[np.float32]]:
+        """Copies of the FP32 parameters, by their names in the user's model."""
+        return {tensor.name: self._arenas.tensor(tensor.key) for tensor in self.manifest.tensors_in("master")}
+
+    def nonfinite_gradients(self) -> list[str]:
+        """Parameters whose gradient in the current or last window is not finite everywhere."""
+        tensors = self.manifest.tensors_in("gradient")
+        return [tensor.name for tensor in tensors if not np.isfinite(self._arenas.tensor(tensor.key)).all()]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint, at any micro-step; an existing file is replaced in one step.
+
+        The bundle is found again by its place relative to the file. If it was never saved, it is written beside the file.
+
+        Raises:
+            RuntimeMissingError: The disk is full, or the folder may not be written to.
+        """
+        target = Path(path).absolute()
+        digest = _digest(self.bundle)
+        folder = self.bundle.path
+        if folder is None:
+            folder = target.parent / f"bundle-{digest[:12]}"
+            if not folder.exists():
+                self.bundle.save(folder)
+        window = self._loop.window
+        progress = checkpoint.Progress(
+            accumulate=self.accumulate,
+            micro_steps=window.micro_steps,
+            rows=window.rows,
+            nan=window.nan,
+            position=self.position,
+            bundle=os.path.relpath(folder, target.parent),
+            manifest=digest,
+            environment=self._environment,
+        )
+        checkpoint.write(target, self._arenas.saved(), progress)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        provider: str = "auto",
+        *,
+        bundle: Bundle | str | os.PathLike[str] | None = None,
+        threads: int = 0,
+        in_place: bool = True,
+        collective: Collective | None = None,
+    ) -> Trainer:
+        """A trainer that goes on where a checkpoint was made.
+
+        With the same runtime, provider and number of threads it goes on bit for bit; a difference is logged.
+
+        Args:
+            path: The checkpoint.
+            provider: See `Trainer`.
+            bundle: The bundle, if it is no longer where it was.
+            threads: See `Trainer`.
+            in_place: See `Trainer`.
+            collective: See `Trainer`.
+
+        Raises:
+            ModelError: The file is broken, or is not of this bundle.
+        """
+        source = Path(path)
+        state, progress = checkpoint.read(source)
+        if progress is None:
+            raise ModelError(f"{source} is the state of a fresh bundle, not a checkpoint: open the bundle itself.")
+        found = bundle if bundle is not None else source.absolute().parent / progress.bundle
+        trainer = cls(found, provider, progress.accumulate, threads=threads, in_place=in_place, collective=collective)
+        if _digest(trainer.bundle) != progress.manifest:
+            raise ModelError(f"{source} was made with another bundle than {found}: name the right one with bundle=.")
+        checkpoint.warn_of_differences(progress.environment, trainer._environment)
+        trainer._arenas.load(state)
+        trainer._loop.restore(Window(progress.micro_steps, progress.rows, progress.nan))
+        trainer.position = dict(progress.position)
+        return trainer
+
+    def _executable(self, name: str) -> ir.Model:
+        """A graph of the bundle as this provider is to run it."""
+        graph = self.bundle.graphs[name]
+        low = self.manifest.level != "O0" and name in ("grad", "eval")
+        return emulate(graph) if low and self.provider not in _COMPUTES_LOW else graph
+
+    @functools.cached_property
+    def _working(self) -> Evaluator:
+        return Evaluator(self._executable("eval"), self.manifest.graphs["eval"], self._arenas, self._config)
+
+    def _evaluator(self, weights: str) -> Evaluator:
+        if not self._average(weights):
+            return self._working
+        graph = self._executable("eval")
+        return Evaluator(graph, self.manifest.graphs["eval"], self._arenas, self._config, average=True)
+
+    def _average(self, weights: str) -> bool:
+        if weights not in ("working", "ema"):
+            raise UsageError(f"Unknown weights {weights!r}: use working or ema.")
+        return weights == "ema"
+
+    def _weight_sum(self, batch: Any) -> View:
+        self._working.run(batch)
+        sums = self._working.sums
+        return sums.buffer.view(4, (), sums.element_type)
+
+    def _over_ranks(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
+        if self.collective.world_size == 1:
+            return totals
+        kind = element_type(np.dtype(np.float32))
+        shared = Buffer(8, self._arenas.device, self._arenas.device_id).view(0, (2,), kind)
+        shared.write(totals.astype(np.float32))
+        self.collective.all_reduce(shared)
+        return shared.read().astype(np.float64)
+
+    def _segment_scalars(self, device: str) -> tuple[dict[str, View], ...]:
+        kind = element_type(np.dtype(np.float32))
+        segments = []
+        for segment in self.manifest.segments:
+            views = {name: Buffer(4, device).view(0, (), kind) for name in segment.scalars}
+            for name, value in segment.scalars.items():
+                views[name].write(np.array(value, np.float32))
+            segments.append(views)
+        return tuple(segments)
+
+
+def _resolve(provider: str) -> str:
+    """The short name of the provider that sessions will really get."""
+    names = provider_list(provider)
+    if provider == "auto" and short_name(names[0]) != "cpu":
+        x, y = (ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1])) for name in "xy")
+        graph = ir.Graph([x], [y], nodes=[ir.node("Neg", [x], outputs=[y])], opset_imports={"": 21}, name="probe")
+        session = open_session(ir.Model(graph, ir_version=10), SessionConfig(provider))
+        return short_name(session.get_providers()[0])
+    return short_name(names[0])
+
+
+def _digest(bundle: Bundle) -> str:
+    return hashlib.sha256(bundle.manifest.to_json().encode()).hexdigest()
