@@ -33,6 +33,8 @@ CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
 _SHAPE_OPERANDS = {"Resize": ("roi", "scales", "sizes"), "Upsample": ("scales",)}
 # Results whose type an attribute sets (stash_type), not the operands.
 _STASHED = {("LayerNormalization", "U")}
+# The width or the tensors of an attribute say what the operands are.
+_ATTRIBUTE_TYPED = frozenset({"BitCast", "ai.onnx.ml.TreeEnsemble"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,7 @@ def _blocked(node: ir.Node, unit: Unit, signed: Signature | None, low: FloatType
         if any(name in names for name in operands):
             return Decision("fp32", codes.SHAPE_OPERAND, {"operand": operands[0]})
     variable = schema_variable(node, unit)
-    if (node.op_type, variable) in _STASHED:
+    if (node.op_type, variable) in _STASHED or operator_name(node) in _ATTRIBUTE_TYPED:
         return Decision("fp32", codes.LITERAL, {"operator": node.op_type})
     if not signed.allows(variable, low.ir):
         opset = opset_that_allows(node.domain, node.op_type, variable, low.ir)
