@@ -16,6 +16,7 @@ from onnxamp.comparison.records import (
     Renamed,
     Retyped,
 )
+from onnxamp.comparison.view import conversion_page, diff_page
 
 __all__ = [
     "CastChange",
@@ -31,5 +32,7 @@ __all__ = [
     "NodeRef",
     "Renamed",
     "Retyped",
+    "conversion_page",
     "diff",
+    "diff_page",
 ]

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from onnxamp.comparison.records import LISTS, CastChange, ConstantChange, GraphDiff, Island
+from onnxamp.comparison.numbers import Numbers
+from onnxamp.comparison.records import LISTS, CastChange, ConstantChange, GraphDiff, Island, Retyped
 from onnxamp.comparison.rules import rule
 
 PARTS = ("islands", "casts", "constants", "nodes")
@@ -18,8 +19,8 @@ class Part:
     """A titled table; `note` stands in for rows that were not listed."""
 
     title: str
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
     note: str = ""
 
 
@@ -105,7 +106,7 @@ def codes_text(codes: Iterable[tuple[str, int]]) -> str:
 
 
 def island_rows(islands: Sequence[Island]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for k, island in enumerate(islands, 1):
         shown = ", ".join(f"{node} ({node.op})" for node in island.nodes[:4])
         if len(island.nodes) > 4:
@@ -182,65 +183,68 @@ def parts(result: GraphDiff, only: str | None = None) -> list[Part]:
         columns = ("", "nodes", "boundary Casts", "reasons", "what would dissolve it")
         found.append(Part("fp32 islands", columns, island_rows(result.islands)))
     if only in (None, "casts") and (result.casts or only):
-        columns = ("", "direction", "tensor", "shape", "bytes", "reads", "redundant")
-        found.append(Part("Casts", columns, [cast_row(c) for c in result.casts]))
+        heads = ("", "direction", "tensor", "shape", "bytes", "reads", "redundant")
+        found.append(Part("Casts", heads, [cast_row(c) for c in result.casts]))
     if only in (None, "constants") and (result.constants or only):
-        listed = [c for c in result.constants if c.altered or only]
-        rest = [c for c in result.constants if not (c.altered or only)]
-        note = ""
-        if rest:
-            worst = max(rest, key=lambda c: c.max_error)
-            note = f"{plural(len(rest), 'further constant')} only got another type"
-            note += (
-                f", largest rounding error {worst.max_error:.3g} in {worst.before}."
-                if worst.max_error
-                else ", exactly."
-            )
-        columns = ("constant", "type", "elements", "values", "read by")
-        found.append(Part("Constants", columns, [constant_row(c) for c in listed], note))
+        found.append(_constants(result, everything=only is not None))
     if only in (None, "nodes") and (result.retyped or only):
-        columns = ("node", "operator", "precision", "code")
-        rows = [
-            (
-                str(r.node),
-                r.node.op,
-                f"{r.before} → {r.after}"
-                if r.before != r.after
-                else ", ".join(f"{s} {x} → {y}" for s, x, y in r.slots),
-                (r.decision or r.decision_before).code if (r.decision or r.decision_before) else "-",  # type: ignore[union-attr]
-            )
-            for r in result.retyped
-        ]
-        found.append(Part("Retyped nodes", columns, rows))
+        rows = [(str(r.node), r.node.op, _precision(r), _code(r)) for r in result.retyped]
+        found.append(Part("Retyped nodes", ("node", "operator", "precision", "code"), rows))
     if only in (None, "nodes"):
-        rows = other_rows(result)
-        found.append(Part("Everything else", ("what", "where", "before", "after"), rows, "" if rows else "Nothing."))
-    if result.numbers is not None and only is None:
-        worst_first = sorted(result.numbers.values, key=lambda v: (v.nonfinite == 0, v.snr is None, v.snr or 0.0))
-        rows = [
-            (
-                v.name,
-                f"{v.node} ({v.op})",
-                f"{v.max_error:.3g}",
-                f"{v.scale:.3g}",
-                "equal" if v.snr is None else f"{v.snr:.1f} dB",
-                str(v.nonfinite),
-            )
-            for v in worst_first
-        ]
-        first = result.numbers.first_divergence
-        note = (
-            f"{plural(result.numbers.samples, 'sample')} of {result.numbers.data}, both models under strict emulation. "
-        )
-        note += (
-            f"The first value that is off by more than {result.numbers.tolerance:g} of its largest magnitude is {first}."
-            if first
-            else f"No value is off by more than {result.numbers.tolerance:g} of its largest magnitude."
-        )
+        others = other_rows(result)
         found.append(
-            Part("Numbers, worst first", ("value", "node", "max error", "max value", "SNR", "NaN/Inf"), rows, note)
+            Part("Everything else", ("what", "where", "before", "after"), others, "" if others else "Nothing.")
         )
+    if result.numbers is not None and only is None:
+        found.append(_numbers(result.numbers))
     return found
+
+
+def _precision(retyped: Retyped) -> str:
+    if retyped.before != retyped.after:
+        return f"{retyped.before} → {retyped.after}"
+    return ", ".join(f"{slot} {before} → {after}" for slot, before, after in retyped.slots)
+
+
+def _code(retyped: Retyped) -> str:
+    made = retyped.decision or retyped.decision_before
+    return made.code if made else "-"
+
+
+def _constants(result: GraphDiff, everything: bool) -> Part:
+    """Altered constants, and in a sentence those that only got another type; or all of them."""
+    listed = [c for c in result.constants if c.altered or everything]
+    rest = [c for c in result.constants if not (c.altered or everything)]
+    note = ""
+    if rest:
+        worst = max(rest, key=lambda c: c.max_error)
+        note = f"{plural(len(rest), 'constant')} only got another type"
+        note += (
+            f", largest rounding error {worst.max_error:.3g} in {worst.before}." if worst.max_error else ", exactly."
+        )
+    columns = ("constant", "type", "elements", "values", "read by")
+    return Part("Constants", columns, [constant_row(c) for c in listed], note)
+
+
+def _numbers(numbers: Numbers) -> Part:
+    worst_first = sorted(numbers.values, key=lambda v: (v.nonfinite == 0, v.snr is None, v.snr or 0.0))
+    rows = [
+        (
+            v.name,
+            f"{v.node} ({v.op})",
+            f"{v.max_error:.3g}",
+            f"{v.scale:.3g}",
+            "equal" if v.snr is None else f"{v.snr:.1f} dB",
+            str(v.nonfinite),
+        )
+        for v in worst_first
+    ]
+    note = f"{plural(numbers.samples, 'sample')} of {numbers.data}, both models under strict emulation. "
+    if numbers.first_divergence:
+        note += f"The first value off by more than {numbers.tolerance:g} of its largest magnitude is {numbers.first_divergence}."
+    else:
+        note += f"No value is off by more than {numbers.tolerance:g} of its largest magnitude."
+    return Part("Numbers, worst first", ("value", "node", "max error", "max value", "SNR", "NaN/Inf"), rows, note)
 
 
 def to_text(result: GraphDiff, only: str | None = None, limit: int | None = 30) -> str:
@@ -262,7 +266,7 @@ def to_text(result: GraphDiff, only: str | None = None, limit: int | None = 30) 
     return "\n\n".join(blocks) + "\n"
 
 
-def _aligned(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def _aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     clean = [tuple(_line(cell) for cell in row) for row in (columns, *rows)]
     widths = [min(max(map(len, column)), 60) for column in zip(*clean, strict=True)]
     return "\n".join(
@@ -301,7 +305,6 @@ def select(data: dict[str, Any], only: str | None) -> dict[str, Any]:
     """JSON data in which the lists of the other parts are empty, so that the schema holds for it too."""
     if only is None:
         return data
-    kept = {"islands": ("islands",), "casts": ("casts",), "constants": ("constants",)}.get(only)
-    if kept is None:
-        kept = tuple(name for name in LISTS if name not in ("islands", "casts", "constants"))
+    own = ("islands", "casts", "constants")
+    kept = [only] if only in own else [name for name in LISTS if name not in own]
     return {k: [] if k in LISTS and k not in kept else v for k, v in data.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 Cell = str | int | float | bool | None
 
@@ -96,7 +97,8 @@ class Box:
         precision: ``fp32``, ``fp16``, ``bf16`` or another type's name; empty if it handles no floats.
         before: The precision in the other model, if it differs.
         status: ``same``, ``retyped``, ``changed``, ``added`` or ``removed``.
-        cast: Whether it is a Cast between float types (drawn as a small capsule).
+        kind: ``node``, ``cast`` (a Cast between float types, drawn as a small capsule) or ``port`` (an input or output of
+            its graph).
         island: Number of the fp32 island that it belongs to, counted from 1; 0 for none.
         facts: (heading, rows) for the side panel; a row is (label, value before, value after), where a row with equal
             values shows one.
@@ -111,7 +113,7 @@ class Box:
     precision: str = ""
     before: str = ""
     status: str = "same"
-    cast: bool = False
+    kind: Literal["node", "cast", "port"] = "node"
     island: int = 0
     facts: Sequence[tuple[str, Sequence[tuple[str, str, str]]]] = ()
     rule: str = ""
