@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from onnxamp.evidence.inputs import model_inputs
 from onnxamp.model.io import load
 from onnxamp.ort.session import SessionConfig, open_session, run
 from onnxamp.trainer.batches import Batches, Binding, bind
+from onnxamp.trainer.checkpoint import atomic, disk_error
 from onnxamp.trainer.data import Array, Arrays, Field, open_data
 
 
@@ -80,3 +83,19 @@ def predict(
                 raise DataError(f"Output {name!r} ({shape}) has no row for each of the {rows} input rows.")
             parts.setdefault(name, []).append(value)
     return {name: np.concatenate(values) for name, values in parts.items()}, binding.notes
+
+
+def write_npz(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
+    """Write arrays as an `.npz` that is there whole or not at all; any name goes, unlike with `numpy.savez`.
+
+    Raises:
+        RuntimeMissingError: The disk is full or the folder may not be written to.
+    """
+    target = Path(path)
+    try:
+        with atomic(target) as file, zipfile.ZipFile(file, "w") as archive:
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
+    except OSError as problem:
+        raise disk_error(target, problem) from problem

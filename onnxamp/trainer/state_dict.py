@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
@@ -55,6 +56,15 @@ class Names:
         raw = json.loads(path.read_text(encoding="utf-8"))
         tensors = {name: (str(inner), bool(turned)) for name, (inner, turned) in raw["tensors"].items()}
         return cls(raw["original"], tensors, tuple(raw["absent"]))
+
+
+def initializers(model: ir.Model) -> dict[str, Array]:
+    """The float initializers of a model's main graph, by name."""
+    result = {}
+    for name, value in model.graph.initializers.items():
+        if value.const_value is not None and value.const_value.dtype.is_floating_point():
+            result[name] = value.const_value.numpy()
+    return result
 
 
 def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Array]:

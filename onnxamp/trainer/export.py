@@ -1,0 +1,93 @@
+"""From a run to a model for inference: which checkpoint, which parameters, in which form."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from onnxamp.errors import UsageError
+from onnxamp.model.io import load
+from onnxamp.ort.quantize import quantize
+from onnxamp.trainer import state_dict
+from onnxamp.trainer.batches import bind
+from onnxamp.trainer.data import open_data
+from onnxamp.trainer.predict import model_batches, model_fields
+from onnxamp.trainer.run import Run
+from onnxamp.trainer.trainer import Trainer
+
+# Rows that ONNX Runtime takes ranges from; more change little and cost time.
+_CALIBRATION_ROWS = 1024
+
+
+def checkpoint_path(run: Run, which: str | None) -> Path:
+    """The checkpoint meant: `best` (also None; the newest where nothing was evaluated), `last`, or a file.
+
+    Raises:
+        UsageError: There is no such file.
+        ModelError: The run has no checkpoint.
+    """
+    if which in (None, "best"):
+        return run.best()
+    if which == "last":
+        return run.newest()
+    path = Path(str(which))
+    if not path.is_file():
+        raise UsageError(f"There is no checkpoint {which}; use best, last or a file of {run.checkpoint_folder}.")
+    return path
+
+
+def load_trainer(folder: str | os.PathLike[str], which: str | None = None) -> Trainer:
+    """A trainer on the CPU with the state of a run's checkpoint, to export or evaluate."""
+    run = Run.open(folder)
+    return Trainer.load(checkpoint_path(run, which), "cpu", bundle=run.bundle_path)
+
+
+@contextlib.contextmanager
+def exported(
+    source: str | os.PathLike[str], *, checkpoint: str | None = None, weights: str = "master"
+) -> Iterator[Path]:
+    """A model file: `source` itself, or that of a run's checkpoint, which lives as long as the context."""
+    path = Path(source)
+    if not path.is_dir():
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="onnxamp-") as folder:
+        target = Path(folder) / "model.onnx"
+        load_trainer(path, checkpoint).export(target, weights=weights)
+        yield target
+
+
+def quantized(source: Path, target: Path, data: object, columns: Mapping[str, str] | None = None) -> None:
+    """Write the INT8 form of an FP32 model, with ranges from the first rows of `data`.
+
+    Raises:
+        UsageError: The model is not FP32.
+        DataError: The data do not fit the model.
+    """
+    if "onnxamp.level" in load(source).metadata_props:
+        raise UsageError("INT8 starts from FP32 parameters: leave --level out with --int8.")
+    binding = bind(open_data(data), model_fields(source), columns=columns)
+    batches = model_batches(binding, 32)
+    limit = max(1, _CALIBRATION_ROWS // (batches.batch_size or 32))
+    quantize(source, target, (batch for batch, _ in zip(batches.epoch(), range(limit), strict=False)))
+
+
+def write_state_dict(run: Run, trainer: Trainer, path: Path, weights: str = "master") -> state_dict.Names:
+    """Write the trained parameters under the framework's names.
+
+    Raises:
+        UsageError: The run was begun without `--like`.
+    """
+    if not run.names_path.is_file():
+        raise UsageError(
+            f"{run.folder} does not know the framework's names: begin the run with --like original.safetensors."
+        )
+    names = state_dict.Names.load(run.names_path)
+    with tempfile.TemporaryDirectory(prefix="onnxamp-") as folder:
+        model = Path(folder) / "model.onnx"
+        trainer.export(model, weights=weights)
+        state_dict.export(names, state_dict.initializers(load(model)), path)
+    return names
