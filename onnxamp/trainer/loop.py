@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 
 from onnxamp.errors import DivergedError
 from onnxamp.ort.values import Buffer, View, element_type
-from onnxamp.trainer.arenas import Arenas, Piece
+from onnxamp.trainer.arenas import Arenas
 from onnxamp.trainer.batch import Batch
 from onnxamp.trainer.collective import Collective
 from onnxamp.trainer.program import Program
+from onnxamp.trainer.update import Update
 from onnxamp.training.manifest import REPORT, Manifest
 
 _FLOAT = element_type(np.dtype(np.float32))
@@ -94,8 +95,9 @@ class Loop:
     Args:
         manifest: The bundle's manifest.
         arenas: The state.
-        programs: grad, reduce and update.
-        pieces: The ranges that update.onnx is run on.
+        grad: Adds the gradients of a micro-batch.
+        reduce: Ends a window.
+        update: Changes the parameters.
         accumulate: Micro-batches in a window.
         collective: The processes that train together.
         weight_sum: Runs eval.onnx for the sum of weights of a batch, a float32 scalar.
@@ -105,8 +107,9 @@ class Loop:
         self,
         manifest: Manifest,
         arenas: Arenas,
-        programs: Mapping[str, Program],
-        pieces: list[Piece],
+        grad: Program,
+        reduce: Program,
+        update: Update,
         accumulate: int,
         collective: Collective,
         weight_sum: Callable[[Batch], View],
@@ -115,8 +118,9 @@ class Loop:
         self.window = Window()
         self._manifest = manifest
         self._arenas = arenas
-        self._programs = programs
-        self._pieces = pieces
+        self._grad = grad
+        self._reduce = reduce
+        self._update = update
         self._collective = collective
         self._windows = 0
         self._seeded = float(arenas.tensor("scalars/seed_divisor")) != 0
@@ -142,9 +146,10 @@ class Loop:
             "micro_step": np.array(window.micro_steps * ranks + rank, np.int64),
         }
         loss, scale = self._memory(()), self._scale()
-        grad = self._programs["grad"]
-        grad.run({**batch.feeds, **{name: hosts[ref] for name, ref in self._hosts.items()}}, {self._loss.name: loss})
-        grad.turn()
+        self._grad.run(
+            {**batch.feeds, **{name: hosts[ref] for name, ref in self._hosts.items()}}, {self._loss.name: loss}
+        )
+        self._grad.turn()
         if not self._seeded:
             self._set_divisor(0)
         window.micro_steps += 1
@@ -179,12 +184,9 @@ class Loop:
             if self._manifest.has_arena("statistics_work"):
                 size = self._manifest.arena("statistics_work").elements
                 self._collective.all_reduce(self._arenas.range("statistics_work", 0, (size,)), mean=True)
-        reduce, update = self._programs["reduce"], self._programs["update"]
-        reduce.run(fresh={self._report.name: report})
-        reduce.turn()
-        for piece in self._pieces:
-            update.run(piece=piece)
-        update.turn()
+        self._reduce.run(fresh={self._report.name: report})
+        self._reduce.turn()
+        self._update.run()
         window.report = report
         self.window = Window()
         self._windows += 1

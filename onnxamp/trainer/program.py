@@ -78,7 +78,8 @@ class Program:
     """
 
     def __init__(self, model: ir.Model, ports: GraphPorts, place: Place) -> None:
-        self.ports = ports
+        present = {value.name for value in model.graph.inputs}
+        self.ports = dataclasses.replace(ports, inputs=tuple(port for port in ports.inputs if port.name in present))
         self._place = place
         self._bindings: dict[tuple[object, ...], Binding] = {}
         with tempfile.TemporaryDirectory(prefix="onnxamp-") as folder:
@@ -92,12 +93,12 @@ class Program:
             self._session = open_session(model, dataclasses.replace(place.config, optimized_path=path, config=config))
             self.refusals = self._prove(Aliasing(ir.load(path)))
         arenas = place.arenas
-        written = [port for port in ports.outputs if port.kind in _STATE]
+        written = [port for port in self.ports.outputs if port.kind in _STATE]
         refused = {arenas.blocks[arenas.arena_of(port)] for port in written if port.name in self.refusals}
         self._turning: set[Block] = refused
         for block in refused:
             block.double()
-        used = [port for port in (*ports.inputs, *ports.outputs) if port.kind in _STATE]
+        used = [port for port in (*self.ports.inputs, *self.ports.outputs) if port.kind in _STATE]
         self._blocks = list(dict.fromkeys(arenas.blocks[arenas.arena_of(port)] for port in used))
 
     def run(

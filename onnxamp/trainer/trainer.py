@@ -26,6 +26,7 @@ from onnxamp.trainer.data import Field
 from onnxamp.trainer.evaluator import Evaluator, without_loss
 from onnxamp.trainer.loop import Loop, StepResult, Window
 from onnxamp.trainer.program import Place, Program, Results
+from onnxamp.trainer.update import Update
 from onnxamp.training.bundle import Bundle
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ Batch = Mapping[str, NDArray[Any]]
 _DEVICES = {"cuda": "cuda", "cann": "cann", "rocm": "cuda", "migraphx": "cuda"}
 # Providers that compute in 16 bits where a graph says so. Elsewhere the rounding of each node is made explicit.
 _COMPUTES_LOW = frozenset({"cuda", "tensorrt", "tensorrt-rtx", "cann", "rocm", "migraphx"})
-# Elements that the optimizer works on at a time on the CPU: few enough that they stay in the cache between its nodes.
-_CHUNK = 1 << 16
 
 
 class Trainer:
@@ -55,6 +54,7 @@ class Trainer:
         collective: The processes that train together.
 
     Attributes:
+        refusals: Outputs that may not overwrite their input on this runtime, each with the reason.
         position: What the data loop wants to find again after a restart; saved with each checkpoint.
 
     Raises:
@@ -87,15 +87,16 @@ class Trainer:
         self._environment = checkpoint.environment(self.provider, threads)
         place = Place(self._arenas, Results(device), self._config, in_place, self._segment_scalars(device))
         graphs = self.manifest.graphs
-        programs = {name: Program(self._executable(name), graphs[name], place) for name in ("grad", "reduce", "update")}
-        self.refusals = {
-            f"{name}: {output}": why for name in programs for output, why in programs[name].refusals.items()
-        }
+        grad, reduce = (Program(self._executable(name), graphs[name], place) for name in ("grad", "reduce"))
+        update = Update(self._executable("update"), graphs["update"], place, threads)
+        parts = {"grad": grad.refusals, "reduce": reduce.refusals, "update": update.refusals}
+        self.refusals = {f"{name}: {output}": why for name, part in parts.items() for output, why in part.items()}
         self._check = BatchCheck(
             graphs["grad"].of_kind("data", "labels", "weights"), self.manifest.rows, self.manifest.labels
         )
-        pieces = self._arenas.pieces(_CHUNK if device == "cpu" else None)
-        self._loop = Loop(self.manifest, self._arenas, programs, pieces, accumulate, self.collective, self._weight_sum)
+        self._loop = Loop(
+            self.manifest, self._arenas, grad, reduce, update, accumulate, self.collective, self._weight_sum
+        )
 
     @property
     def accumulate(self) -> int:
