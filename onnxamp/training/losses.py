@@ -80,7 +80,7 @@ class CrossEntropy:
     def labels(self, prediction: ir.Value) -> Labels:
         """Index labels lack the class dimension; probabilities have the logits' shape."""
         dims = _dims(prediction, "cross_entropy", least=2)
-        axis = self._axis(prediction)
+        axis = self.class_axis(prediction)
         classes = dims[axis]
         if self.weight is not None and isinstance(classes, int) and len(self.weight) != classes:
             raise UsageError(
@@ -98,7 +98,8 @@ class CrossEntropy:
             return self._probabilities(op, prediction, labels, weights)
         return self._indices(op, prediction, labels, weights)
 
-    def _axis(self, prediction: ir.Value) -> int:
+    def class_axis(self, prediction: ir.Value) -> int:
+        """The class dimension of `prediction`, counted from the front."""
         rank = len(_dims(prediction, "cross_entropy", least=2))
         axis = self.axis if self.axis is not None else (2 if rank == 3 else 1)
         if not -rank <= axis < rank or axis % rank == 0:
@@ -112,7 +113,7 @@ class CrossEntropy:
         return op.constant(np.asarray(self.weight, np.float32).reshape(shape))
 
     def _indices(self, op: Fragment, logits: ir.Value, labels: ir.Value, weights: ir.Value) -> Terms:
-        axis, rank = self._axis(logits), op.rank(logits)
+        axis, rank = self.class_axis(logits), op.rank(logits)
         eps = self.label_smoothing
         valid = op.Not(op.Equal(labels, self.ignore_index))
         index = op.select(valid, labels, 0)
@@ -158,7 +159,7 @@ class CrossEntropy:
         return Terms(loss_sum, weight_sum, backward)
 
     def _probabilities(self, op: Fragment, logits: ir.Value, labels: ir.Value, weights: ir.Value) -> Terms:
-        axis, rank = self._axis(logits), op.rank(logits)
+        axis, rank = self.class_axis(logits), op.rank(logits)
         eps = self.label_smoothing
         row = _per_row(op, weights, rank)
         q = labels

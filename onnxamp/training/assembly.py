@@ -1,0 +1,333 @@
+"""From a forward model to a bundle: loss, AMP passes, autodiff, accumulation, optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnxamp import conversion
+from onnxamp.dtypes import LOW, low_type
+from onnxamp.errors import UnsupportedError, UsageError
+from onnxamp.model import io
+from onnxamp.policy.options import Options, matches
+from onnxamp.training import batch_norm, choices, parameters
+from onnxamp.training.bundle import Bundle
+from onnxamp.training.forward import Forward, prepare
+from onnxamp.training.gradients import GradGraph, Task, eval_graph, grad_graph
+from onnxamp.training.groups import Group, group_of, make_groups
+from onnxamp.training.layout import Layout, Parameter, make_layout
+from onnxamp.training.manifest import Manifest
+from onnxamp.training.scaler import LossScale
+from onnxamp.training.steps import Recipe, reduce_graph, update_graph
+
+PATIENCE = 50
+"""Windows skipped in a row at the lowest loss scale before a run should stop."""
+
+
+def build(
+    model: str | os.PathLike[str] | onnx.ModelProto | ir.Model,
+    *,
+    loss: object,
+    optimizer: object,
+    level: str = "O2",
+    dtype: str = "fp16",
+    loss_scale: object = "auto",
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    schedule: object = None,
+    groups: Sequence[Group | Mapping[str, object]] | None = None,
+    trainable: str | Sequence[str] | None = None,
+    frozen: str | Sequence[str] | None = None,
+    batch_norm: str = "auto",
+    overflow: str = "window",
+    ema: float | None = None,
+    seed: int = 0,
+    output: str | None = None,
+    target: str = "ort-cuda",
+    keep: str | Sequence[str] = (),
+    keep_op: str | Sequence[str] = (),
+    lower: str | Sequence[str] = (),
+    lower_op: str | Sequence[str] = (),
+) -> Bundle:
+    """Make the training graphs of a model.
+
+    Args:
+        model: A path, a `ModelProto` or an `ir.Model`; it is not changed.
+        loss: A loss of `onnxamp.training`, or its name for the defaults.
+        optimizer: An optimizer, or its name.
+        level: ``O0`` (FP32), ``OD``, ``O1``, ``O2`` (low working copy, FP32 masters), ``O3`` (no masters).
+        dtype: ``fp16`` or ``bf16``.
+        loss_scale: A loss scale, ``auto``, ``none``, ``dynamic``, a preset's name or a number.
+        clip_norm: Largest global norm of the gradient.
+        clip_value: Largest absolute value of a gradient's element (after `clip_norm`).
+        schedule: A schedule, or its name; None is constant.
+        groups: Parameter groups; the first that matches counts.
+        trainable: Patterns of parameters to train, whatever else is said of them.
+        frozen: Patterns of parameters to keep as they are.
+        batch_norm: ``auto``: batch statistics where the scale trains; ``freeze``: running statistics everywhere.
+        overflow: ``window``: a gradient that is not finite skips the window.
+        ema: Decay of a moving average of the parameters, such as 0.999.
+        seed: Seed of Dropout.
+        output: The output that the loss reads, if there are several.
+        target: Whose kernels the graphs must have; see `onnxamp.convert`.
+        keep: Patterns of nodes that stay fp32.
+        keep_op: Operators that stay fp32.
+        lower: Patterns of nodes that become 16-bit where that is legal.
+        lower_op: Operators that become 16-bit where that is legal.
+
+    Raises:
+        UsageError: The arguments contradict each other or the model.
+        ModelError: The model is damaged.
+        UnsupportedError: Something on the way to the loss has no gradient; all such nodes are named.
+    """
+    arguments = _Arguments(
+        loss=choices.loss(loss),
+        optimizer=choices.optimizer(optimizer),
+        scale=choices.loss_scale(loss_scale, level, dtype),
+        schedule=choices.schedule(schedule),
+        groups=make_groups(groups),
+        trainable=_patterns(trainable),
+        frozen=_patterns(frozen),
+        amp=Options(
+            level=level,
+            dtype=dtype,
+            target=target,
+            keep=_patterns(keep),
+            keep_op=_patterns(keep_op),
+            lower=_patterns(lower),
+            lower_op=_patterns(lower_op),
+            weights="cast",
+        ),
+        batch_norm=batch_norm,
+        overflow=overflow,
+        clip_norm=_positive("clip_norm", clip_norm),
+        clip_value=_positive("clip_value", clip_value),
+        ema=ema,
+        seed=seed,
+        output=output,
+    )
+    return _build(io.load(model), arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arguments:
+    loss: Any
+    optimizer: Any
+    scale: LossScale
+    schedule: Any
+    groups: tuple[Group, ...]
+    trainable: tuple[str, ...]
+    frozen: tuple[str, ...]
+    amp: Options
+    batch_norm: str
+    overflow: str
+    clip_norm: float | None
+    clip_value: float | None
+    ema: float | None
+    seed: int
+    output: str | None
+
+    def __post_init__(self) -> None:
+        if self.batch_norm not in ("auto", "freeze"):
+            raise UsageError(f"Unknown batch_norm {self.batch_norm!r}: use auto or freeze.")
+        if self.overflow == "micro":
+            raise UnsupportedError("overflow='micro' is not supported yet: use window.")
+        if self.overflow != "window":
+            raise UsageError(f"Unknown overflow {self.overflow!r}: use window.")
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise UsageError(f"ema is {self.ema}: it must be at least 0 and below 1.")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"seed is {self.seed}: it must fit into 64 bits.")
+
+
+def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
+    forward = prepare(source, arguments.loss, arguments.output)
+    chosen, frozen = _choose(forward, arguments)
+    norms = _trained_norms(forward.model.graph, chosen, arguments.batch_norm)
+    model = forward.model
+    if arguments.amp.level != "O0":
+        model = conversion.mixed(forward.model, arguments.amp).model
+    task = Task(
+        model=model,
+        loss=arguments.loss,
+        prediction=forward.prediction,
+        outputs=forward.outputs,
+        rows=forward.rows,
+        parameters=chosen,
+        low=arguments.amp.level in ("O2", "O3"),
+        trained_norms=frozenset(norms),
+    )
+    grad = grad_graph(task)
+    unreached = sorted(set(chosen) - {entry.name for entry in grad.entries})
+    if not grad.entries:
+        raise UsageError(
+            f"No parameter that should train has a gradient: {', '.join(unreached[:5])} do not reach the loss."
+        )
+    trained = dataclasses.replace(task, parameters=tuple(entry.name for entry in grad.entries))
+    layout, recipe = _steps(grad, arguments)
+    evaluation, eval_ports = eval_graph(trained, [name for name, _ in grad.statistics])
+    reduction, reduce_ports = reduce_graph(recipe, layout)
+    update, update_ports = update_graph(recipe, reduce_ports)
+    notes = list(forward.notes)
+    if unreached:
+        notes.append(f"{len(unreached)} parameters do not reach the loss and stay as they are: {_few(unreached)}.")
+    manifest = Manifest(
+        level=arguments.amp.level,
+        dtype=arguments.amp.dtype,
+        graphs={"grad": grad.ports, "reduce": reduce_ports, "update": update_ports, "eval": eval_ports},
+        arenas=layout.arenas,
+        tensors=layout.tensors,
+        segments=layout.segments,
+        labels=grad.labels,
+        rows=forward.rows,
+        frozen=frozen | dict.fromkeys(unreached, "does not reach the loss"),
+        options=_options(arguments),
+        limits={"floor": arguments.scale.lowest, "patience": PATIENCE},
+        notes=tuple(notes),
+    )
+    graphs = {"grad": grad.model, "reduce": reduction, "update": update, "eval": evaluation}
+    return Bundle(graphs, _state(forward.model.graph, layout, arguments), manifest, source)
+
+
+def _choose(forward: Forward, arguments: _Arguments) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Names of the parameters that train, and why the others do not."""
+    graph = forward.model.graph
+    floats = [name for name, value in graph.initializers.items() if value.dtype in (ir.DataType.FLOAT, *LOW)]
+    running = {name for node in graph if node.op_type == "BatchNormalization" for name in batch_norm.statistics(node) or ()}
+    floats = [name for name in floats if name not in running]
+    for kind, patterns in (("trainable", arguments.trainable), ("frozen", arguments.frozen)):
+        for pattern in patterns:
+            if not any(matches(pattern, name) for name in floats):
+                close = difflib.get_close_matches(pattern, floats, n=3, cutoff=0.4)
+                hint = f"did you mean {', '.join(close)}" if close else "see `onnxamp check MODEL` for their names"
+                raise UsageError(f"No parameter matches {kind} {pattern!r}: {hint}.")
+    chosen, frozen = [], {}
+    for name in floats:
+        if any(matches(pattern, name) for pattern in arguments.trainable):
+            chosen.append(name)
+        elif any(matches(pattern, name) for pattern in arguments.frozen):
+            frozen[name] = "frozen by name"
+        elif group_of(name, arguments.groups).frozen:
+            frozen[name] = f"frozen by group {group_of(name, arguments.groups).title}"
+        else:
+            chosen.append(name)
+    if not chosen:
+        raise UsageError("No parameter trains: name some with trainable, or freeze fewer.")
+    return tuple(chosen), frozen
+
+
+def _trained_norms(graph: ir.Graph, chosen: Sequence[str], mode: str) -> list[str]:
+    """Names of the nodes of BatchNormalization that use batch statistics: those whose scale trains."""
+    if mode == "freeze":
+        return []
+    return [
+        str(node.name)
+        for node in graph
+        if node.op_type == "BatchNormalization"
+        and node.domain == ""
+        and node.inputs[1] is not None
+        and node.inputs[1].name in chosen
+        and batch_norm.statistics(node) is not None
+    ]
+
+
+def _steps(grad: GradGraph, arguments: _Arguments) -> tuple[Layout, Recipe]:
+    """Where the state lies, and what a step computes."""
+    lows = {entry.low.dtype for entry in grad.entries if entry.low is not None}
+    if len(lows) > 1:
+        raise UnsupportedError("The model has both fp16 and bf16 parameters: convert it to one of them first.")
+    low = next(iter(lows), None)
+    stored_low = arguments.amp.level == "O3" and low is not None
+    optimizer = arguments.optimizer
+    layout = make_layout(
+        [Parameter(e.name, e.shape, group_of(e.name, arguments.groups), e.low is not None) for e in grad.entries],
+        grad.statistics,
+        groups=arguments.groups,
+        moments=optimizer.moments,
+        weight_decay=optimizer.weight_decay,
+        low=None if low is None else str(low.numpy().name),
+        ema=arguments.ema is not None,
+        stored_low=stored_low,
+    )
+    recipe = Recipe(
+        optimizer=optimizer,
+        schedule=arguments.schedule,
+        scale=arguments.scale,
+        clip_norm=arguments.clip_norm,
+        clip_value=arguments.clip_value,
+        ema=arguments.ema,
+        low=low,
+        stored_low=stored_low,
+        decays=any(segment.scalars["weight_decay"] for segment in layout.segments),
+    )
+    return layout, recipe
+
+
+def _state(graph: ir.Graph, layout: Layout, arguments: _Arguments) -> dict[str, np.ndarray]:
+    """Initial values by key; what is absent starts as zeros."""
+    scale, tracker, hysteresis = arguments.scale.initial
+    state: dict[str, np.ndarray] = {
+        "scalars/loss_scale": np.asarray(scale, np.float32),
+        "counters/growth_tracker": np.asarray(tracker, np.int64),
+        "counters/hysteresis": np.asarray(hysteresis, np.int64),
+        "counters/seed": np.asarray(arguments.seed, np.int64),
+    }
+    lows = {tensor.name for tensor in layout.tensors if tensor.arena == "low"}
+    rounds = low_type(arguments.amp.dtype).numpy if arguments.amp.level == "O3" else None
+    for tensor in layout.tensors:
+        if tensor.arena in ("master", "ema", "statistics"):
+            value = parameters.content(graph.initializers[tensor.name])
+            if rounds is not None and tensor.name in lows:
+                value = value.astype(rounds).astype(np.float32)
+            state[tensor.key] = value
+    return state
+
+
+def _options(arguments: _Arguments) -> dict[str, Any]:
+    """The arguments of `build` in JSON form."""
+    return {
+        "loss": choices.to_json(arguments.loss),
+        "optimizer": choices.to_json(arguments.optimizer),
+        "schedule": choices.to_json(arguments.schedule),
+        "loss_scale": choices.to_json(arguments.scale),
+        "groups": [dataclasses.asdict(group) for group in arguments.groups[:-1]],
+        "trainable": list(arguments.trainable),
+        "frozen": list(arguments.frozen),
+        "level": arguments.amp.level,
+        "dtype": arguments.amp.dtype,
+        "target": arguments.amp.target,
+        "keep": list(arguments.amp.keep),
+        "keep_op": list(arguments.amp.keep_op),
+        "lower": list(arguments.amp.lower),
+        "lower_op": list(arguments.amp.lower_op),
+        "clip_norm": arguments.clip_norm,
+        "clip_value": arguments.clip_value,
+        "batch_norm": arguments.batch_norm,
+        "overflow": arguments.overflow,
+        "ema": arguments.ema,
+        "seed": arguments.seed,
+        "output": arguments.output,
+    }
+
+
+def _patterns(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
+    if patterns is None:
+        return ()
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _positive(name: str, value: float | None) -> float | None:
+    if value is not None and not value > 0:
+        raise UsageError(f"{name} is {value}: it must be above 0.")
+    return value
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

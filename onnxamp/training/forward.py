@@ -1,0 +1,138 @@
+"""The model as training starts from it: typed, inlined, in inference form, with the value that the loss reads as an output."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import onnx_ir as ir
+from onnx_ir.passes.common import LiftConstantsToInitializersPass
+
+from onnxamp.errors import UnsupportedError, UsageError
+from onnxamp.model import io, types
+from onnxamp.model.inlining import inline_float_functions
+from onnxamp.training.losses import BinaryCrossEntropyWithLogits, CrossEntropy, Loss, ModelOutput
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """A model ready for the AMP passes.
+
+    Attributes:
+        model: A private copy.
+        prediction: Name of the output that the loss reads (or that is the loss).
+        outputs: Names of the user's outputs; `prediction` may be another one.
+        rows: Name of the input whose first dimension counts rows.
+        notes: What a user should know.
+    """
+
+    model: ir.Model
+    prediction: str
+    outputs: tuple[str, ...]
+    rows: str
+    notes: tuple[str, ...]
+
+
+def prepare(source: ir.Model, loss: Loss | ModelOutput, output: str | None = None) -> Forward:
+    """A private copy of `source` in the form that training needs.
+
+    1. Float functions are inlined, constants lifted to initializers, all values typed.
+    2. Initializers are not inputs: what could be overridden is fixed.
+    3. BatchNormalization and Dropout are in inference form, whatever mode they were exported in.
+    4. The value that the loss reads is a graph output. A final Softmax (cross-entropy) or Sigmoid (binary cross-entropy) is
+       left out: these losses read logits.
+
+    Raises:
+        UsageError: There is no such output, or several to choose from.
+        UnsupportedError: The opset is below 13, or the model has no input with a dimension.
+    """
+    model = io.load(source)
+    opset = model.opset_imports.get("", 0)
+    if opset < 13:
+        raise UnsupportedError(f"Training needs opset 13 or later and the model has {opset}: export it again.")
+    types.infer(model)
+    inline_float_functions(model)
+    LiftConstantsToInitializersPass(lift_all_constants=False)(model)
+    _fix_initializers(model.graph)
+    names = {node.name for node in model.graph}
+    for index, node in enumerate(model.graph):
+        if not node.name:
+            node.name = f"{node.op_type}_{index}" if f"{node.op_type}_{index}" not in names else f"unnamed_{index}"
+        if node.op_type == "BatchNormalization" and node.domain == "":
+            _inference_batch_norm(node)
+        elif node.op_type == "Dropout" and node.domain == "" and len(node.inputs) > 2:
+            node.resize_inputs(2)
+    types.infer(model)
+    outputs = tuple(str(value.name) for value in model.graph.outputs)
+    prediction, notes = _prediction(model.graph, loss, output)
+    if not prediction.is_graph_output():
+        model.graph.outputs.append(prediction)
+    return Forward(model, str(prediction.name), outputs, _rows(model.graph), tuple(notes))
+
+
+def _fix_initializers(graph: ir.Graph) -> None:
+    free = [value for value in graph.inputs if not value.is_initializer()]
+    if len(free) < len(graph.inputs):
+        graph.inputs[:] = free
+
+
+def _inference_batch_norm(node: ir.Node) -> None:
+    for value in node.outputs[1:]:
+        if value.uses() or value.is_graph_output():
+            raise UnsupportedError(
+                f"The running statistics that BatchNormalization {node.name!r} computes are read in the graph: "
+                "export the model in inference form."
+            )
+    node.resize_outputs(1)
+    node.attributes.pop("training_mode", None)
+
+
+def _prediction(graph: ir.Graph, loss: Loss | ModelOutput, output: str | None) -> tuple[ir.Value, list[str]]:
+    names = [str(value.name) for value in graph.outputs]
+    wanted = output or (loss.name if isinstance(loss, ModelOutput) else None)
+    if wanted is None:
+        if len(names) != 1:
+            raise UsageError(
+                f"The model has {len(names)} outputs: say which one the loss reads, of {', '.join(names)}."
+            )
+        wanted = names[0]
+    if wanted not in names:
+        raise UsageError(f"The model has no output {wanted!r}: it has {', '.join(names)}.")
+    value = graph.outputs[names.index(wanted)]
+    if isinstance(loss, ModelOutput):
+        if value.shape is None or any(dim != 1 for dim in value.shape):
+            raise UsageError(f"The output {wanted!r} is not a scalar, so it cannot be the loss: choose a loss for it.")
+        return value, []
+    return _logits(value, loss)
+
+
+def _logits(value: ir.Value, loss: Loss) -> tuple[ir.Value, list[str]]:
+    """The value that the loss reads: in front of a final Softmax or Sigmoid if the loss has its own."""
+    node = value.producer()
+    while node is not None and node.domain == "" and node.op_type == "Identity":
+        before = node.inputs[0]
+        assert before is not None
+        node = before.producer()
+    if node is None or node.domain != "":
+        return value, []
+    if isinstance(loss, CrossEntropy) and node.op_type in ("Softmax", "LogSoftmax"):
+        rank = len(value.shape or ())
+        axis = node.attributes.get_int("axis", -1) % max(rank, 1)
+        if rank and axis != loss.class_axis(value):
+            return value, []
+        name = "cross_entropy"
+    elif isinstance(loss, BinaryCrossEntropyWithLogits) and node.op_type == "Sigmoid":
+        name = "binary_cross_entropy_with_logits"
+    else:
+        return value, []
+    logits = node.inputs[0]
+    assert logits is not None
+    return logits, [
+        f"The output {value.name!r} is a {node.op_type}; {name} has its own, so it reads {logits.name!r}, the value before it."
+    ]
+
+
+def _rows(graph: ir.Graph) -> str:
+    for value in graph.inputs:
+        if value.shape is None or len(value.shape):
+            return str(value.name)
+    raise UnsupportedError("The model has no input with a dimension, so there are no rows to train on.")

@@ -1,0 +1,284 @@
+"""grad.onnx and eval.onnx: from the model in mixed precision to sums of losses, weights and gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from onnxamp.autodiff import backward
+from onnxamp.errors import UsageError
+from onnxamp.training import batch_norm, dropout, fragment
+from onnxamp.training.fragment import BOOL, FLOAT, INT64, Fragment
+from onnxamp.training.losses import Loss, ModelOutput, Terms
+from onnxamp.training.manifest import WINDOW, WINDOW_SIZE, GraphPorts, Labels, Port
+from onnxamp.training.parameters import Entry, promote
+
+_RESERVED = ("labels", "weights")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What both graphs are made of.
+
+    Attributes:
+        model: The model in mixed precision; each graph is made of a copy.
+        loss: The loss.
+        prediction: Name of the output that it reads.
+        outputs: Names of the user's outputs.
+        rows: Name of the input that counts rows.
+        parameters: Names of the initializers that train.
+        low: Read low copies of parameters that are cast (O2, O3).
+        trained_norms: Names of the nodes of BatchNormalization that use batch statistics.
+    """
+
+    model: ir.Model
+    loss: Loss | ModelOutput
+    prediction: str
+    outputs: tuple[str, ...]
+    rows: str
+    parameters: tuple[str, ...]
+    low: bool
+    trained_norms: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class GradGraph:
+    """grad.onnx and what it trains.
+
+    Attributes:
+        model: The graph.
+        ports: Its ports.
+        entries: The parameters that have a gradient.
+        statistics: Names and shapes of running statistics.
+        labels: What the loss expects.
+    """
+
+    model: ir.Model
+    ports: GraphPorts
+    entries: tuple[Entry, ...]
+    statistics: tuple[tuple[str, tuple[int, ...]], ...]
+    labels: Labels | None
+
+
+class _Graph:
+    """A copy of the task's model that becomes one of the two graphs."""
+
+    def __init__(self, task: Task, outputs: Sequence[str]) -> None:
+        self.task = task
+        self.model = task.model.clone()
+        graph = self.model.graph
+        self.outputs = {str(value.name): value for value in graph.outputs}
+        graph.outputs[:] = [self.outputs[name] for name in outputs]
+        self.inputs: list[Port] = []
+        self.results: list[Port] = []
+        for value in graph.inputs:
+            if not isinstance(task.loss, ModelOutput) and value.name in _RESERVED:
+                raise UsageError(f"The model has an input {value.name!r}, which is the loss's name: rename the input.")
+            self.inputs.append(_port(value, "data"))
+        self.rows = next(value for value in graph.inputs if value.name == task.rows)
+        self.entries = [promote(graph, graph.initializers[name], task.low) for name in task.parameters]
+        _make_room(graph)
+        self.op = Fragment(graph)
+
+    def add_parameters(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            for value, arena in ((entry.master, "master"), (entry.low, "low")):
+                if value is not None:
+                    self.inputs.append(_port(value, "tensor", f"{arena}/{entry.name}"))
+
+    def take(self, name: str, dtype: ir.DataType, shape: Sequence[int | str], kind: str, ref: str = "") -> ir.Value:
+        value = self.op.input(name, dtype, shape)
+        if value.name != name:
+            raise UsageError(f"The model has a value called {name!r}, which training needs: rename it.")
+        self.inputs.append(_port(value, kind, ref))
+        return value
+
+    def give(self, value: ir.Value, name: str, kind: str, ref: str = "", alias: str | None = None) -> None:
+        result = self.op.output(value, name)
+        self.results.append(_port(result, kind, ref, alias))
+
+    def loss(self) -> tuple[Terms, Labels | None, ir.Value]:
+        """The loss block, what it expects, and the FP32 value that it reads."""
+        op, task = self.op, self.task
+        op.section("loss")
+        prediction = op.cast(self.outputs[task.prediction], FLOAT)
+        rows = op.count(self.rows, [0])
+        count = rows if isinstance(rows, ir.Value) else op.number(rows)
+        if isinstance(task.loss, ModelOutput):
+            scalar = op.Reshape(prediction, np.zeros(0, np.int64))
+            return (
+                Terms(op.Mul(scalar, count), count, lambda seed: self._scalar_seed(seed, count, prediction)),
+                None,
+                prediction,
+            )
+        labels = task.loss.labels(prediction)
+        kind = INT64 if labels.dtype == "int64" else FLOAT
+        target = self.take("labels", kind, labels.shape, "labels")
+        weights = self.take("weights", FLOAT, ("weights",), "weights")
+        size = op.dims(prediction)[0]
+        per_row = op.Expand(weights, op.dim(prediction, 0))
+        per_row.shape = ir.Shape([size])
+        return task.loss.terms(op, prediction, target, per_row), labels, prediction
+
+    def _scalar_seed(self, seed: ir.Value, count: ir.Value, prediction: ir.Value) -> ir.Value:
+        return self.op.reshape(self.op.Mul(seed, count), prediction)
+
+    def finish(self, file: str) -> tuple[ir.Model, GraphPorts]:
+        graph = self.model.graph
+        graph.sort()
+        RemoveUnusedNodesPass()(self.model)
+        unused = {str(value.name) for value in graph.inputs if not value.uses() and not value.is_graph_output()}
+        graph.inputs[:] = [value for value in graph.inputs if value.name not in unused]
+        self.model.ir_version = fragment.IR_VERSION
+        self.model.producer_name = "onnxamp"
+        order = {value.name: index for index, value in enumerate(graph.inputs)}
+        inputs = sorted((port for port in self.inputs if port.name not in unused), key=lambda port: order[port.name])
+        return self.model, GraphPorts(file, tuple(inputs), tuple(self.results))
+
+
+def eval_graph(task: Task, statistics: Sequence[str] = (), file: str = "eval.onnx") -> tuple[ir.Model, GraphPorts]:
+    """Outputs of the model, Σ loss·w and Σ w, in inference form."""
+    built = _Graph(task, task.outputs)
+    graph = built.model.graph
+    for value in graph.outputs:
+        built.results.append(_port(value, "output"))
+    for name in statistics:
+        initializer = graph.initializers.pop(name)
+        shape = tuple(int(size) for size in (initializer.shape or ir.Shape([])).numpy())
+        value = built.take(f"stat/{name}", FLOAT, shape, "tensor", f"statistics/{name}")
+        initializer.replace_all_uses_with(value)
+    built.add_parameters(built.entries)
+    terms, _, _ = built.loss()
+    built.give(terms.loss_sum, "amp.loss_sum", "result", "loss_sum")
+    built.give(terms.weight_sum, "amp.weight_sum", "result", "weight_sum")
+    return built.finish(file)
+
+
+def grad_graph(task: Task) -> GradGraph:
+    """Forward, loss, backward, accumulation."""
+    built = _Graph(task, [])
+    op, graph = built.op, built.model.graph
+    first = built.take("amp.first", BOOL, (), "host", "first")
+    scale = built.take("amp.loss_scale", FLOAT, (), "tensor", "scalars/loss_scale")
+    divisor = built.take("amp.seed_divisor", FLOAT, (), "tensor", "scalars/seed_divisor")
+    _drop(built)
+    norms = [
+        batch_norm.replace(op, node)
+        for node in list(graph)
+        if node.op_type == "BatchNormalization" and node.domain == "" and node.name in task.trained_norms
+    ]
+    graph.sort()
+    op = built.op = Fragment(graph)  # knows nothing of nodes that are gone
+    terms, labels, prediction = built.loss()
+    op.section("loss")
+    seed = terms.backward(op.Div(scale, divisor))
+    wrt = [value for entry in built.entries for value in (entry.master, entry.low) if value is not None]
+    slopes = backward(graph, {prediction: seed}, wrt)
+    op = built.op = Fragment(graph)  # sees the names that backward gave
+    entries = [entry for entry in built.entries if entry.master in slopes or entry.low in slopes]
+    built.add_parameters(entries)
+
+    def accumulated(value: ir.Value, before: ir.Value) -> ir.Value:
+        return op.Where(first, value, op.Add(before, value))
+
+    for entry in entries:
+        op.section(f"accumulate/{entry.name}")
+        parts = [op.cast(slopes[value], FLOAT) for value in (entry.master, entry.low) if value in slopes]
+        total = parts[0] if len(parts) == 1 else op.Add(*parts)
+        before = built.take(f"acc/{entry.name}", FLOAT, entry.shape, "tensor", f"gradient/{entry.name}")
+        built.give(
+            accumulated(total, before), f"acc_out/{entry.name}", "tensor", f"gradient/{entry.name}", f"acc/{entry.name}"
+        )
+    statistics = _running(built, norms, first)
+    op.section("window")
+    rows = op.count(built.rows, [0])
+    bad = op.Cast(op.Not(op.finite(terms.loss_sum)), to=FLOAT)
+    fields = {
+        "weight_sum": terms.weight_sum,
+        "loss_sum": terms.loss_sum,
+        "rows": rows if isinstance(rows, ir.Value) else op.number(rows),
+        "micro_steps": op.number(1.0),
+        "bad_losses": bad,
+    }
+    vector = op.Concat(
+        *[op.Reshape(fields[name], [1]) for name in WINDOW],
+        op.constant(np.zeros(WINDOW_SIZE - len(WINDOW), np.float32)),
+        axis=0,
+    )
+    window = built.take("amp.window", FLOAT, (WINDOW_SIZE,), "tensor", "window/window")
+    built.give(accumulated(vector, window), "amp.window_out", "tensor", "window/window", "amp.window")
+    empty = op.is_zero(terms.weight_sum)
+    mean = op.Div(terms.loss_sum, op.select(empty, 1.0, terms.weight_sum))
+    built.give(op.select(empty, 0.0, mean), "amp.loss", "result", "loss")
+    model, ports = built.finish("grad.onnx")
+    return GradGraph(model, ports, tuple(entries), statistics, labels)
+
+
+def _make_room(graph: ir.Graph) -> None:
+    """Rename inner values that have the name of one of the loss's inputs."""
+    taken = {value.name for value in graph.inputs} | set(graph.initializers)
+    for node in graph.all_nodes():
+        taken.update(value.name for value in node.outputs)
+    inner = [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    for value in inner:
+        if value.name in _RESERVED and not value.is_graph_output():
+            name = f"{value.name}_"
+            while name in taken:
+                name += "_"
+            taken.add(name)
+            value.name = name
+
+
+def _drop(built: _Graph) -> None:
+    """Replace Dropout by masks from counters."""
+    op, graph = built.op, built.model.graph
+    nodes = [node for node in graph if node.op_type == "Dropout" and node.domain == "" and dropout.ratio(op, node) > 0]
+    if not nodes:
+        return
+    op.section("dropout")
+    seed = built.take("amp.seed", INT64, (), "tensor", "counters/seed")
+    step = built.take("amp.step", INT64, (), "tensor", "counters/step")
+    masks = dropout.Masks(op, seed, step, built.rows)
+    for node in nodes:
+        result, mask = dropout.drop(op, masks, node)
+        node.outputs[0].replace_all_uses_with(result, replace_graph_outputs=True)
+        if mask is not None:
+            node.outputs[1].replace_all_uses_with(mask, replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+    for value, ref in ((masks.row_offset, "row_offset"), (masks.micro_step, "micro_step")):
+        if value is not None:
+            built.inputs.append(_port(value, "host", ref))
+    graph.sort()
+
+
+def _running(
+    built: _Graph, norms: Sequence[batch_norm.Trained], first: ir.Value
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Running statistics: the committed ones in the first micro-batch, those of the window after it."""
+    op, graph = built.op, built.model.graph
+    found = []
+    for norm in norms:
+        batch = batch_norm.write_out(op, norm)
+        for name, value in zip(norm.running, batch, strict=True):
+            initializer = graph.initializers.pop(name)
+            shape = tuple(int(size) for size in (initializer.shape or ir.Shape([])).numpy())
+            committed = built.take(f"stat/{name}", FLOAT, shape, "tensor", f"statistics/{name}")
+            work = built.take(f"stat_work/{name}", FLOAT, shape, "tensor", f"statistics_work/{name}")
+            before = op.Where(first, committed, work)
+            after = op.Add(op.Mul(before, norm.momentum), op.Mul(value, 1 - norm.momentum))
+            built.give(after, f"stat_work_out/{name}", "tensor", f"statistics_work/{name}", f"stat_work/{name}")
+            found.append((name, shape))
+    return tuple(found)
+
+
+def _port(value: ir.Value, kind: str, ref: str = "", alias: str | None = None) -> Port:
+    shape = tuple(
+        dim if isinstance(dim, int) else (str(dim.value) if dim.value is not None else f"{value.name}_{index}")
+        for index, dim in enumerate(value.shape or ())
+    )
+    assert value.dtype is not None
+    return Port(str(value.name), value.dtype.numpy().name if value.dtype != BOOL else "bool", shape, kind, ref, alias)
