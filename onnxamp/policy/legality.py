@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from onnxamp.dtypes import FloatType
 from onnxamp.model.signatures import Signature, signature
-from onnxamp.model.units import TypeGraph, Unit
+from onnxamp.model.units import Read, TypeGraph, Unit
 from onnxamp.policy import codes
 from onnxamp.policy.decision import Decision
 from onnxamp.policy.targets import TargetTable
@@ -129,6 +129,13 @@ def _no_kernel(node: ir.Node, low: FloatType, target: TargetTable) -> Decision:
 def schema_variable(node: ir.Node, unit: Unit) -> str:
     """The type variable in the operator's schema; control flow calls all of its own `V`."""
     return "V" if node.op_type in CONTROL_FLOW else unit.variable
+
+
+def is_shape_operand(read: Read) -> bool:
+    """Whether shape inference looks at the elements of the operand."""
+    return (
+        isinstance(read.site, ir.Node) and read.index > 0 and read.site.op_type in ("Resize", "Upsample", "Pad", "Clip")
+    )
 
 
 def operator_name(node: ir.Node) -> str:

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from onnxamp.dtypes import BY_IR
+from onnxamp.dtypes import BY_IR, BY_NAME
+from onnxamp.errors import UsageError
+from onnxamp.model.traffic import Sizes, sizes, traffic
 from onnxamp.model.units import Read, TypeGraph, Unit
 from onnxamp.policy import codes, targets
+from onnxamp.policy.assign import dissolve, follow_inputs, minimum_cut
 from onnxamp.policy.decision import Decision
-from onnxamp.policy.legality import choices, interface_decision
+from onnxamp.policy.facts import Facts
+from onnxamp.policy.legality import choices, interface_decision, is_shape_operand, operator_name
+from onnxamp.policy.marks import Marks
+from onnxamp.policy.masks import find_masks
+from onnxamp.policy.operators import Kind
 from onnxamp.policy.options import Options
+from onnxamp.policy.pages import title
+from onnxamp.policy.resolve import resolve
+from onnxamp.policy.rules import BINDING, NUMERICAL
+from onnxamp.policy.user import label, wishes
 
 __all__ = ["Clamp", "Decision", "NodeDecision", "Options", "Plan", "make_plan"]
 
@@ -110,30 +123,142 @@ def primary_unit(units: tuple[Unit, ...]) -> Unit:
     return next((unit for unit in units if unit.writes), units[0])
 
 
-def make_plan(graph: TypeGraph, options: Options) -> Plan:
+def make_plan(graph: TypeGraph, options: Options, ranges: Mapping[str, float] | None = None) -> Plan:
     """Decide the precision of every unit of `graph`.
 
     Authority, highest first: legality, target, user, rules, level.
 
+    Args:
+        graph: The model's type graph.
+        options: What was asked for.
+        ranges: Largest sizes of values by name, as calibration saw them.
+
     Raises:
         UsageError: The options contradict each other, or name a node that cannot be what they ask for.
     """
-    decisions: dict[Unit, Decision] = {}
     if options.level == "O0":
-        decisions = {unit: Decision(BY_IR[unit.dtype].name, codes.LEVEL_O0) for unit in graph.units}
-        return Plan(graph, options, decisions)
+        return Plan(graph, options, {unit: Decision(BY_IR[unit.dtype].name, codes.LEVEL_O0) for unit in graph.units})
+    target = targets.table(options.target)
+    facts = Facts(graph, options.low, ranges)
+    decisions = _interface(graph, options)
+    legal = {node: choices(node, graph, options.low, target) for node in graph.of}
+    for node, found in legal.items():
+        decisions.update(_kept(graph.of[node]) or found.blocked)
+    marks = Marks(facts, find_masks(facts), decisions)
+    for rule in BINDING:
+        rule(marks)
+    _apply_wishes(graph, options, decisions)
+    if options.level != "O3":
+        for rule in NUMERICAL:
+            rule(marks)
+    forced = {unit for unit, decision in decisions.items() if decision.precision != "fp32"}
+    for unit in graph.units:
+        if unit not in decisions and (decision := _by_level(facts, unit, options)):
+            decisions[unit] = decision
+            if decision.precision != "fp32":
+                forced.add(unit)
+    groups = resolve(graph, legal, decisions, options.dtype, target.name)
+    elements = sizes(graph, dict(options.dim))
+    if options.level == "O1":
+        low = follow_inputs(graph, groups)
+        open_low, open_fp32 = Decision(options.dtype, codes.FOLLOWS_LOW), Decision("fp32", codes.FOLLOWS_FP32)
+    else:
+        low = minimum_cut(graph, groups, elements)
+        open_low, open_fp32 = Decision(options.dtype, codes.CUT_LOW), Decision("fp32", codes.CUT_FP32)
+    for unit in graph.units:
+        decisions.setdefault(unit, open_low if low[groups.of[unit]] else open_fp32)
+    before = _traffic(graph, options, elements, decisions)
+    if options.level in ("O1", "O2"):
+        dissolved = Decision("fp32", codes.DISSOLVED)
+        for group in dissolve(graph, groups, low, {unit for unit in forced if decisions[unit].precision != "fp32"}):
+            decisions.update(dict.fromkeys(groups.members[group], dissolved))
+    ordered = {unit: decisions[unit] for unit in graph.units}
+    return Plan(
+        graph,
+        options,
+        ordered,
+        _clamps(marks, ordered),
+        _uncast(graph),
+        Traffic(traffic(graph, elements, lambda unit: unit.dtype), before, _traffic(graph, options, elements, ordered)),
+        elements.dims,
+    )
+
+
+def _interface(graph: TypeGraph, options: Options) -> dict[Unit, Decision]:
+    """The decisions of graph inputs and outputs."""
+    decisions = {}
     for unit in graph.units:
         if unit.node is None:
-            values = [read.value for read in unit.reads] + list(unit.writes)
+            value = unit.writes[0] if unit.writes else unit.reads[0].value
             source = BY_IR[unit.dtype].name
-            dtype = source if unit.fixed == "overridable" else options.interface_type(values[0].name or "", source)
+            dtype = source if unit.fixed == "overridable" else options.interface_type(value.name or "", source)
             decisions[unit] = interface_decision(unit, dtype)
-    target = targets.table(options.target)
-    for node in graph.of:
-        legal = choices(node, graph, options.low, target)
-        decisions.update(legal.blocked)
-        best = max(legal.allowed, key=len)
-        for unit in legal.units:
-            low = unit in best
-            decisions[unit] = Decision(options.dtype if low else "fp32", codes.LEVEL_O3 if low else codes.TIED)
-    return Plan(graph, options, {unit: decisions[unit] for unit in graph.units})
+    return decisions
+
+
+def _kept(units: tuple[Unit, ...]) -> dict[Unit, Decision]:
+    """The decisions that an earlier conversion left on a node."""
+    metadata = units[0].node.metadata_props if units and units[0].node is not None else {}
+    if "onnxamp.precision" not in metadata and "onnxamp.cast" not in metadata:
+        return {}
+    code = metadata.get("onnxamp.code", codes.KEPT_DECISION)
+    evidence = json.loads(metadata.get("onnxamp.evidence", "{}"))
+    return {unit: Decision(BY_IR[unit.dtype].name, code, evidence) for unit in units}
+
+
+def _apply_wishes(graph: TypeGraph, options: Options, decisions: dict[Unit, Decision]) -> None:
+    """Add what the user asked for.
+
+    Raises:
+        UsageError: A pattern names a node that cannot be 16-bit.
+    """
+    for node, wish in wishes(graph, options).items():
+        units = graph.of[node]
+        evidence: dict[str, object] = {"pattern": wish.pattern}
+        decision = Decision(options.dtype if wish.low else "fp32", wish.code, evidence)
+        blocked = decisions.get(primary_unit(units)) if units else None
+        if wish.low and wish.exact and blocked is not None and blocked.precision == "fp32":
+            raise UsageError(
+                f"Node {label(node)!r} ({node.op_type}) cannot become {options.dtype}: {title(blocked.code)} "
+                f"({blocked.code}); leave it out of --lower."
+            )
+        for unit in units:
+            decisions.setdefault(unit, decision)
+
+
+def _by_level(facts: Facts, unit: Unit, options: Options) -> Decision | None:
+    """What the level itself says of an undecided unit; None leaves it to the assignment."""
+    if options.level == "O3":
+        return Decision(options.dtype, codes.LEVEL_O3)
+    if facts.kind(unit) is Kind.HEAVY:
+        assert unit.node is not None
+        return Decision(options.dtype, codes.HEAVY, {"operator": operator_name(unit.node)})
+    return Decision("fp32", codes.LEVEL_OD) if options.level == "OD" else None
+
+
+def _traffic(graph: TypeGraph, options: Options, elements: Sizes, decisions: dict[Unit, Decision]) -> int:
+    return traffic(
+        graph,
+        elements,
+        lambda unit: BY_NAME[decisions[unit].precision].ir,
+        lambda constant, dtype: options.casts_weights and dtype != ir.DataType.FLOAT,
+    )
+
+
+def _clamps(marks: Marks, decisions: dict[Unit, Decision]) -> dict[ir.Value, Clamp]:
+    """The mask constants that some 16-bit unit carries to a softmax."""
+    limit = marks.facts.low.max / 2
+    clamps = {}
+    for constant, carriers in marks.masks.constants.items():
+        if any(decisions[unit].precision != "fp32" for unit in carriers):
+            found = marks.facts.extent(constant)
+            clamps[constant] = Clamp(limit, found.over, found.largest)
+    return clamps
+
+
+def _uncast(graph: TypeGraph) -> frozenset[Read]:
+    """Reads of constants that shape inference looks at."""
+    constants = frozenset(graph.constants)
+    return frozenset(
+        read for unit in graph.units for read in unit.reads if read.value in constants and is_shape_operand(read)
+    )

@@ -1,0 +1,182 @@
+"""What the rules ask of a graph: constants and their extents, producers, and walks along values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxamp.dtypes import FloatType
+from onnxamp.model.tensors import blocks
+from onnxamp.model.units import TypeGraph, Unit
+from onnxamp.policy.operators import Kind, Range, operator
+
+# Constants above this size are weights, never the small numbers that patterns look for.
+_SMALL = 4096
+_CONSTANT_MOVES = frozenset({"Identity", "Cast", "CastLike", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Flatten"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """What a 16-bit type does to a constant.
+
+    Attributes:
+        largest: Largest finite size of an element.
+        nonzero: Number of elements that are not zero.
+        flushed: How many of those become zero.
+        over: How many finite elements the type cannot hold.
+        loss: Relative error of the whole, sqrt(sum (x - low(x))^2 / sum x^2), over the elements that the type can hold.
+    """
+
+    largest: float
+    nonzero: int
+    flushed: int
+    over: int
+    loss: float
+
+
+class Facts:
+    """Cached answers about one type graph and one 16-bit type."""
+
+    def __init__(self, graph: TypeGraph, low: FloatType, ranges: Mapping[str, float] | None = None) -> None:
+        self.graph = graph
+        self.low = low
+        self.ranges: Mapping[str, float] = ranges or {}
+        self.constants = frozenset(graph.constants)
+        self._extents: dict[ir.Value, Extent] = {}
+        self._scalars: dict[ir.Value, float | None] = {}
+
+    def kind(self, unit: Unit) -> Kind | None:
+        """The kind of the unit's operator; None for the interface."""
+        return operator(unit.node).kind if unit.node is not None else None
+
+    def tensor(self, value: ir.Value | None) -> ir.TensorProtocol | None:
+        """The data of a float constant."""
+        return ir.convenience.get_const_tensor(value) if value is not None and value in self.constants else None
+
+    def scalar(self, value: ir.Value | None) -> float | None:
+        """The number that a constant is, if all its elements are equal; also behind moves of it."""
+        if value is None:
+            return None
+        if value not in self._scalars:
+            self._scalars[value] = self._find_scalar(value)
+        return self._scalars[value]
+
+    def _find_scalar(self, value: ir.Value) -> float | None:
+        source: ir.Value | None = value
+        for _ in range(6):
+            if source is None or source in self.constants:
+                break
+            node = source.producer()
+            if node is None or node.op_type not in _CONSTANT_MOVES:
+                break
+            source = node.inputs[0]
+        tensor = ir.convenience.get_const_tensor(source) if source is not None and self._is_constant(source) else None
+        if tensor is None or not 0 < tensor.size <= _SMALL or tensor.dtype == ir.DataType.STRING:
+            return None
+        array = tensor.numpy().reshape(-1)
+        return float(array[0]) if array.size == 1 or (array == array[0]).all() else None
+
+    def _is_constant(self, value: ir.Value) -> bool:
+        """Whether nothing can change the value: not an initializer that a caller may override."""
+        return value in self.constants or not (value.is_initializer() and value in self.graph.writer)
+
+    def extent(self, constant: ir.Value) -> Extent:
+        """What the 16-bit type does to `constant`."""
+        if constant not in self._extents:
+            tensor = self.tensor(constant)
+            self._extents[constant] = extent(tensor, self.low) if tensor is not None else Extent(0.0, 0, 0, 0, 0.0)
+        return self._extents[constant]
+
+    def computed(self, unit: Unit) -> list[ir.Value]:
+        """The values that the unit reads and that are no constants."""
+        return [read.value for read in unit.reads if read.value in self.graph.writer]
+
+    def through_moves(self, value: ir.Value) -> ir.Value:
+        """The value that `value` is a copy of, behind moves with one data operand."""
+        while (node := value.producer()) is not None and node.op_type in _SINGLE_MOVES and node.inputs[0] is not None:
+            value = node.inputs[0]
+        return value
+
+    def backward(self, values: Iterable[ir.Value], stop: Callable[[Unit], bool] | None = None) -> Iterator[Unit]:
+        """The units that compute `values` from heavy results, inputs and constants, each once; the walk ends before what stops it."""
+        pending = list(values)
+        seen = set(pending)
+        found: set[Unit] = set()
+        while pending:
+            unit = self.graph.writer.get(pending.pop())
+            if unit is None or unit in found or unit.node is None or self.kind(unit) is Kind.HEAVY:
+                continue
+            if stop is not None and stop(unit):
+                continue
+            found.add(unit)
+            yield unit
+            for read in unit.reads:
+                if read.value not in seen:
+                    seen.add(read.value)
+                    pending.append(read.value)
+
+    def restores(self, node: ir.Node, reads: set[ir.Value]) -> bool:
+        """Whether the node's results are ordinary although the values `reads` among its operands are not."""
+        op = node.op_type
+        if op == "Pow":
+            exponent = self.scalar(node.inputs[1])
+            return exponent is not None and abs(exponent) < 1
+        if op == "Div":
+            numerator, denominator = node.inputs[0], node.inputs[1]
+            return numerator not in reads or (denominator is not None and self._reduces(denominator, numerator))
+        if op == "Clip":
+            bounds = [self.scalar(value) for value in node.inputs[1:3]]
+            bounds += [a.as_float() for name in ("min", "max") if (a := node.attributes.get(name)) is not None]
+            return len(bounds) == 2 and all(b is not None and abs(b) <= self.low.max / 64 for b in bounds)
+        return operator(node).range is Range.RESTORES
+
+    def _reduces(self, denominator: ir.Value, numerator: ir.Value | None) -> bool:
+        """Whether `denominator` is a reduction of `numerator`, with an epsilon at most between."""
+        value = self.through_moves(denominator)
+        for _ in range(4):
+            node = value.producer()
+            if node is None:
+                return False
+            if node.op_type.startswith("Reduce"):
+                return node.inputs[0] is numerator
+            operands = [v for v in node.inputs if v is not None and self.scalar(v) is None]
+            if node.op_type not in ("Add", "Max", "Clip", "Sqrt") or len(operands) != 1:
+                return False
+            value = self.through_moves(operands[0])
+        return False
+
+
+_SINGLE_MOVES = frozenset(
+    {"Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand", "Slice", "Gather"}
+)
+
+
+def extent(tensor: ir.TensorProtocol, low: FloatType) -> Extent:
+    """What `low` does to the elements of `tensor`, in one pass of bounded memory."""
+    largest, nonzero, flushed, over, error, power = 0.0, 0, 0, 0, 0.0, 0.0
+    for block in blocks(tensor):
+        size = np.abs(block.astype(np.float32, copy=False))
+        top = float(size.max(initial=0.0))
+        if not np.isfinite(top):
+            size = size[np.isfinite(size)]
+            top = float(size.max(initial=0.0))
+        largest = max(largest, top)
+        if low.name == "bf16" and top <= low.max:
+            nonzero += size.size
+            continue  # rounds like any other value, and flushes nothing that fp32 arithmetic keeps
+        with np.errstate(over="ignore", under="ignore"):
+            rounded = size.astype(low.numpy).astype(np.float32)
+        held = np.isfinite(rounded)
+        if not held.all():
+            over += int(size.size - np.count_nonzero(held))
+            size, rounded = size[held], rounded[held]
+        count = np.count_nonzero(size)
+        nonzero += int(count)
+        flushed += int(count - np.count_nonzero(rounded))
+        difference = (size - rounded).astype(np.float64)
+        error += float(np.dot(difference, difference))
+        power += float(np.dot(size, size.astype(np.float64)))
+    return Extent(largest, nonzero, flushed, over, float(np.sqrt(error / power)) if power else 0.0)

@@ -1,0 +1,58 @@
+"""Constants that the 16-bit type cannot hold (AMP210), flushes to zero (AMP113) or rounds away (AMP114)."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxamp.policy import codes
+from onnxamp.policy.facts import extent
+from onnxamp.policy.marks import Marks
+
+# A tensor that loses more than this, relative to its norm, does not mean the same any more (rounding alone costs 2^-12).
+LOSS_LIMIT = 0.01
+# A tensor with more than this share of its elements flushed to zero has lost its small part.
+FLUSH_LIMIT = 0.5
+
+
+def out_of_range(marks: Marks) -> None:
+    """A unit that reads a finite constant beyond the type's largest value stays fp32; mask constants are clamped instead."""
+    facts = marks.facts
+    clamped = marks.masks.constants
+    for unit in facts.graph.units:
+        if unit in marks.decisions or unit.node is None:
+            continue
+        for read in unit.reads:
+            if read.value in facts.constants and read.value not in clamped and facts.extent(read.value).over:
+                largest = facts.extent(read.value).largest
+                marks.fp32(unit, codes.OUT_OF_RANGE, constant=read.value.name, largest=largest, limit=facts.low.max)
+        attribute = unit.node.attributes.get("value")
+        if unit.node.op_type == "ConstantOfShape" and attribute is not None:
+            fill = extent(attribute.as_tensor(), facts.low)
+            if fill.over:
+                marks.fp32(unit, codes.OUT_OF_RANGE, constant="value", largest=fill.largest, limit=facts.low.max)
+        for name in ("value", "min", "max", "clip"):
+            limit = unit.node.attributes.get(name)
+            if limit is not None and limit.type == ir.AttributeType.FLOAT and _over(limit.as_float(), facts.low.max):
+                marks.fp32(unit, codes.OUT_OF_RANGE, constant=name, largest=limit.as_float(), limit=facts.low.max)
+
+
+def _over(number: float, limit: float) -> bool:
+    return bool(np.isfinite(number) and limit < abs(number) < 3e38)
+
+
+def lossy_weights(marks: Marks) -> None:
+    """A unit that reads a constant which mostly becomes zero, or loses too much of its norm, stays fp32."""
+    facts = marks.facts
+    for unit in facts.graph.units:
+        if unit in marks.decisions or unit.node is None:
+            continue
+        for read in unit.reads:
+            if read.value not in facts.constants:
+                continue
+            found = facts.extent(read.value)
+            if found.nonzero and found.flushed > FLUSH_LIMIT * found.nonzero:
+                share = round(found.flushed / found.nonzero, 4)
+                marks.fp32(unit, codes.WEIGHT_FLUSHED, constant=read.value.name, flushed=share)
+            elif found.loss > LOSS_LIMIT:
+                marks.fp32(unit, codes.WEIGHT_LOST, constant=read.value.name, loss=float(f"{found.loss:.3g}"))

@@ -1,0 +1,155 @@
+"""AMP102-104, AMP107, AMP108: normalizations written out in elementary operators."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import onnx_ir as ir
+
+from onnxamp.policy import codes
+from onnxamp.policy.facts import Facts
+from onnxamp.policy.marks import Marks
+
+_MEANS = frozenset({"ReduceMean", "GlobalAveragePool"})
+_REDUCTIONS = frozenset({*_MEANS, "ReduceSum", "ReduceSumSquare", "ReduceL2"})
+_GUARDS = frozenset({"Add", "Max", "Clip", "Sub", "Mul", "Div"})
+_STEPS = 6
+
+
+@dataclasses.dataclass
+class _Statistic:
+    """A reduction of squares, with the nodes that belong to it."""
+
+    reduction: ir.Node
+    members: list[ir.Node]
+    centred: bool
+
+
+def norms(marks: Marks) -> None:
+    """Reductions of squares and what is normalized by them stay fp32.
+
+    A square is x * x, Pow(x, 2), or inside ReduceSumSquare and ReduceL2; of a difference to a mean it makes a variance.
+
+    1. Mean of squares, root, division of a centred value: layer normalization, or instance and group normalization when several axes are
+       reduced or the operand was reshaped for it.
+    2. The same of a value that is not centred: RMS normalization.
+    3. Sum of squares, root, division: L2 normalization.
+    4. A variance that nothing is divided by is one all the same.
+    """
+    facts = marks.facts
+    for node in facts.graph.of:
+        if node.op_type not in _REDUCTIONS:
+            continue
+        found = _statistic(facts, node)
+        if found is None:
+            continue
+        upper = _normalizers(facts, node)
+        code = _code(facts, found, bool(upper))
+        if code is None:
+            continue
+        for member in (*found.members, *upper):
+            marks.node(member, code, statistic=node.name or node.outputs[0].name)
+
+
+def _statistic(facts: Facts, node: ir.Node) -> _Statistic | None:
+    value = node.inputs[0]
+    members = [node]
+    if node.op_type in ("ReduceSum", *_MEANS):
+        square = facts.through_moves(value).producer() if value is not None else None
+        if square is None or (base := squared(facts, square)) is None:
+            return None
+        members.append(square)
+        value = base
+    if value is None:
+        return None
+    difference = facts.through_moves(value).producer()
+    mean = _mean_of_difference(facts, difference) if difference is not None and difference.op_type == "Sub" else None
+    if difference is not None and mean is not None:
+        members += [difference, mean]
+    return _Statistic(node, members, mean is not None)
+
+
+def squared(facts: Facts, node: ir.Node) -> ir.Value | None:
+    """The value whose square `node` computes, but for a constant factor; None if it computes something else."""
+    if node.op_type == "Pow":
+        return node.inputs[0] if facts.scalar(node.inputs[1]) == 2.0 else None
+    if node.op_type != "Mul":
+        return None
+    first, second = (_unscaled(facts, value) for value in node.inputs)
+    return first if first is not None and first is second else None
+
+
+def _unscaled(facts: Facts, value: ir.Value | None) -> ir.Value | None:
+    """`value` before a factor: x of c * x."""
+    node = value.producer() if value is not None else None
+    if node is not None and node.op_type == "Mul":
+        operands = [operand for operand in node.inputs if facts.scalar(operand) is None]
+        if len(operands) == 1:
+            return operands[0]
+    return value
+
+
+def _mean_of_difference(facts: Facts, difference: ir.Node) -> ir.Node | None:
+    for value in difference.inputs:
+        node = facts.through_moves(value).producer() if value is not None else None
+        if node is not None and node.op_type in _MEANS:
+            return node
+    return None
+
+
+def _normalizers(facts: Facts, reduction: ir.Node) -> list[ir.Node]:
+    """The nodes from behind the reduction to the product or quotient with the inverse deviation, epsilons included."""
+    path: list[ir.Node] = []
+    value = reduction.outputs[0]
+    rooted = reduction.op_type == "ReduceL2"
+    for _ in range(_STEPS):
+        users = [(user, index) for user, index in value.uses() if user.outputs]
+        divisions = [
+            user
+            for user, index in users
+            if user.op_type == "Div" and index == 1 and facts.scalar(user.inputs[0]) is None
+        ]
+        if rooted and divisions:
+            return [*path, *divisions]
+        if len(users) > 1 and path and path[-1].op_type in ("Reciprocal", "Div", "Pow", "Mul"):
+            return [*path, *(user for user, _ in users if user.op_type == "Mul")]
+        step = next((user for user, index in users if _continues(facts, user, index)), None)
+        if step is None:
+            return []
+        path.append(step)
+        rooted = rooted or step.op_type in ("Sqrt", "Pow")
+        if rooted and step.op_type == "Mul" and not any(facts.tensor(v) is not None for v in step.inputs):
+            return path
+        value = step.outputs[0]
+    return []
+
+
+def _continues(facts: Facts, user: ir.Node, index: int) -> bool:
+    if user.op_type == "Pow":
+        exponent = facts.scalar(user.inputs[1])
+        return index == 0 and exponent is not None and abs(exponent) == 0.5
+    if user.op_type == "Div" and index == 1:
+        return facts.scalar(user.inputs[0]) == 1.0
+    return user.op_type in ("Sqrt", "Reciprocal", "Unsqueeze", "Reshape", "Expand", "Identity", *_GUARDS)
+
+
+def _code(facts: Facts, found: _Statistic, normalizes: bool) -> str | None:
+    if found.centred:
+        if not normalizes:
+            return codes.VARIANCE
+        return codes.INSTANCE_NORM if _over_space(facts, found.reduction) else codes.LAYER_NORM
+    if not normalizes:
+        return None
+    return codes.RMS_NORM if found.reduction.op_type in _MEANS else codes.L2_NORM
+
+
+def _over_space(facts: Facts, reduction: ir.Node) -> bool:
+    if reduction.op_type == "GlobalAveragePool":
+        return True
+    axes = reduction.attributes.get("axes")
+    if axes is not None:
+        return len(axes.as_ints()) > 1
+    if len(reduction.inputs) > 1 and reduction.inputs[1] is not None:
+        tensor = ir.convenience.get_const_tensor(reduction.inputs[1])
+        return tensor is not None and tensor.size > 1
+    return False

@@ -1,0 +1,90 @@
+"""AMP209: shape and index arithmetic in floats."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxamp.model.units import SHAPE_ONLY, all_nodes
+from onnxamp.policy import codes
+from onnxamp.policy.marks import Marks
+from onnxamp.policy.operators import Kind, operator
+
+# Operands that say how large or where, by position.
+_SHAPE_OPERANDS = {
+    "Reshape": (1,),
+    "Expand": (1,),
+    "Tile": (1,),
+    "Slice": (1, 2, 3, 4),
+    "Pad": (1, 3),
+    "ConstantOfShape": (0,),
+    "Resize": (1, 2, 3),
+    "Upsample": (1,),
+    "TopK": (1,),
+    "Split": (1,),
+    "Squeeze": (1,),
+    "Unsqueeze": (1,),
+    "OneHot": (1,),
+    "Loop": (0,),
+    "CenterCropPad": (1,),
+    "AffineGrid": (1,),
+    "Col2Im": (1, 2),
+    "MaxUnpool": (2,),
+    "CumSum": (1,),
+    "Trilu": (1,),
+}
+# From a shape these make data: their results are no longer sizes.
+_FILLS = frozenset(
+    {
+        "ConstantOfShape",
+        "Expand",
+        "Range",
+        "EyeLike",
+        "OneHot",
+        "Tile",
+        "RandomNormal",
+        "RandomUniform",
+        "If",
+        "Loop",
+        "Scan",
+    }
+)
+
+
+def shape_arithmetic(marks: Marks) -> None:
+    """Floats that are computed from shapes alone, or that a shape is computed from, stay fp32.
+
+    1. A node whose computed operands all stem from Shape or Size computes sizes.
+    2. So does every node between an operand that says how large (Reshape's shape, Resize's scales, ...) and the heavy results, inputs
+       or constants that it comes from.
+    """
+    graph = marks.facts.graph.model.graph
+    shape_data: set[ir.Value] = set()
+    pending: list[ir.Value] = []
+    for node in all_nodes(graph):
+        if node.op_type in SHAPE_ONLY:
+            shape_data.update(node.outputs)
+            continue
+        for index in _SHAPE_OPERANDS.get(node.op_type, ()):
+            if index < len(node.inputs) and (value := node.inputs[index]) is not None:
+                pending.append(value)
+        if node.op_type in _FILLS or operator(node).kind is Kind.HEAVY:
+            continue
+        computed = [v for v in node.inputs if v is not None and not _constant(v)]
+        if computed and all(v in shape_data for v in computed):
+            shape_data.update(node.outputs)
+            marks.node(node, codes.SHAPE_ARITHMETIC, of="shapes")
+    seen = set(pending)
+    while pending:
+        source = pending.pop().producer()
+        if source is None or source.op_type in SHAPE_ONLY or operator(source).kind is Kind.HEAVY:
+            continue
+        marks.node(source, codes.SHAPE_ARITHMETIC, of="an operand that sets a size")
+        for operand in source.inputs:
+            if operand is not None and operand not in seen:
+                seen.add(operand)
+                pending.append(operand)
+
+
+def _constant(value: ir.Value) -> bool:
+    node = value.producer()
+    return value.is_initializer() or (node is not None and node.op_type == "Constant")

@@ -1,0 +1,146 @@
+"""What the user asks of single nodes: keep and lower, by node, module scope or operator, and decisions from a policy file."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from onnxamp.errors import UsageError
+from onnxamp.model.units import TypeGraph
+from onnxamp.policy import codes
+from onnxamp.policy.legality import operator_name
+from onnxamp.policy.options import Options, matches
+
+# A pattern of higher rank decides.
+_EXACT, _PATTERN, _OPERATOR, _ALL = 4, 3, 2, 1
+_FILE_BELOW = 0.5  # a policy file's entry gives way to a command-line entry of the same rank
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """What the user wants of one node.
+
+    Attributes:
+        low: Whether it should be 16-bit.
+        code: The code of the decision.
+        pattern: The pattern that matched.
+        exact: Whether the command line names this very node.
+    """
+
+    low: bool
+    code: str
+    pattern: str
+    exact: bool
+
+
+@dataclasses.dataclass
+class _Entry:
+    low: bool
+    pattern: str
+    rank: float
+    code: str
+    used: bool = False
+
+    def matches(self, node: ir.Node) -> bool:
+        if self.rank == _OPERATOR:
+            return self.pattern in (node.op_type, operator_name(node))
+        return self.rank == _ALL or any(matches(self.pattern, name) for name in names(node))
+
+
+def label(node: ir.Node) -> str:
+    """What a node is called: its name, or that of its first output."""
+    return node.name or next((value.name for value in node.outputs if value.name), "") or ""
+
+
+def names(node: ir.Node) -> Iterator[str]:
+    """The names that a pattern may match: the node's and those of its module scopes."""
+    yield label(node)
+    yield from scopes(node)
+
+
+def scopes(node: ir.Node) -> tuple[str, ...]:
+    """Module scopes from the exporter's metadata, outermost first: ``encoder``, ``encoder.layers.0``."""
+    metadata = node.metadata_props
+    return _scopes(metadata.get("pkg.torch.onnx.name_scopes", ""), metadata.get("namespace", ""))
+
+
+@functools.lru_cache(maxsize=65536)
+def _scopes(name_scopes: str, namespace: str) -> tuple[str, ...]:
+    if name_scopes:
+        try:
+            listed = ast.literal_eval(name_scopes)
+        except (ValueError, SyntaxError):
+            return ()
+        return tuple(str(scope) for scope in listed[:-1] if scope) if isinstance(listed, list | tuple) else ()
+    parts = [part.partition(": ")[0].strip() for part in namespace.split("/")]
+    parts = [part for part in parts if part]
+    return tuple(".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def wishes(graph: TypeGraph, options: Options) -> dict[ir.Node, Wish]:
+    """What the user asked for, for every node that some pattern matches; the most specific pattern decides.
+
+    Raises:
+        UsageError: A pattern matches no node, or keep and lower match one node equally specifically.
+    """
+    found = {label(node) for node in graph.of}
+    entries = [
+        *(_entry(pattern, False, found) for pattern in options.keep),
+        *(_entry(pattern, True, found) for pattern in options.lower),
+        *(_Entry(False, op, _OPERATOR, codes.KEEP) for op in options.keep_op),
+        *(_Entry(True, op, _OPERATOR, codes.LOWER) for op in options.lower_op),
+        *_file_entries(options, found),
+    ]
+    if not entries:
+        return {}
+    result = {}
+    for node in graph.of:
+        best: _Entry | None = None
+        for entry in entries:
+            if not entry.matches(node):
+                continue
+            entry.used = True
+            if best is None or entry.rank > best.rank:
+                best = entry
+            elif entry.rank == best.rank and entry.low != best.low:
+                keep, lower = sorted((entry, best), key=lambda e: e.low)
+                raise UsageError(
+                    f"Node {label(node)!r} is asked to stay fp32 by {keep.pattern!r} and to become {options.dtype} by "
+                    f"{lower.pattern!r}, which is just as specific: make one of them more specific."
+                )
+        if best is not None:
+            result[node] = Wish(best.low, best.code, best.pattern, best.rank == _EXACT)
+    for entry in entries:
+        if not entry.used and entry.rank not in (_OPERATOR, _ALL):
+            kind = "lower" if entry.low else "keep"
+            raise UsageError(
+                f"The {kind} pattern {entry.pattern!r} matches no node that computes with floats: see the names with "
+                "`onnxamp inspect`."
+            )
+    return result
+
+
+def _entry(pattern: str, low: bool, found: set[str]) -> _Entry:
+    code = codes.LOWER if low else codes.KEEP
+    if pattern == "*":
+        return _Entry(low, pattern, _ALL, code)
+    if pattern in found:  # an exact name may hold characters that a glob would interpret
+        return _Entry(low, re.escape(pattern).join(("re:", "")), _EXACT, code)
+    return _Entry(low, pattern, _EXACT if _is_plain(pattern) else _PATTERN, code)
+
+
+def _is_plain(pattern: str) -> bool:
+    return not pattern.startswith("re:") and not any(character in pattern for character in "*?[")
+
+
+def _file_entries(options: Options, found: set[str]) -> Iterator[_Entry]:
+    for pattern, precision in options.policy:
+        entry = _entry(pattern, precision != "fp32", found)
+        entry.code = codes.POLICY_FILE
+        entry.rank -= _FILE_BELOW
+        yield entry
