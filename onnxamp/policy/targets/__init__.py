@@ -39,6 +39,11 @@ class TargetTable:
         self._kernels: dict[str, list[tuple[int, int | None, dict[str, list[str]]]]] | None = content.get("kernels")
         self._without: dict[str, dict[str, str]] = content.get("without", {})
 
+    @property
+    def kernels(self) -> dict[str, list[tuple[int, int | None, dict[str, list[str]]]]]:
+        """The rows of the kernel table by operator (``domain::Op`` outside ai.onnx); empty for a target without one."""
+        return self._kernels or {}
+
     def supports(self, node: ir.Node, signature: Signature, types: dict[str, ir.DataType]) -> bool:
         """Whether the target computes `node` with the type variables bound to `types`; those not named keep the source's type."""
         if self._kernels is None:
