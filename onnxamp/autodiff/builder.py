@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.autodiff.emitter import FLOATS, Emitter
+from onnxamp.autodiff.emitter import FLOATS, Emitter, Operand
 from onnxamp.errors import UnsupportedError
 
 Dim = int | str | None
+
+_BROADCASTING = frozenset({"Add", "Sub", "Mul", "Div", "Where", "Pow"})
 
 
 class Builder(Emitter):
@@ -22,6 +25,32 @@ class Builder(Emitter):
     """
 
     wanted: frozenset[int] = frozenset()
+
+    def emit(
+        self,
+        op_type: str,
+        inputs: Sequence[Operand],
+        attributes: dict[str, Any] | None = None,
+        *,
+        outputs: int = 1,
+        domain: str = "",
+    ) -> tuple[ir.Value, ...]:
+        """As `Emitter.emit`; an Expand that broadcasting makes needless is looked through."""
+        if op_type in _BROADCASTING and domain == "":
+            inputs = self._without_expand(list(inputs))
+        return super().emit(op_type, inputs, attributes, outputs=outputs, domain=domain)
+
+    def _without_expand(self, inputs: list[Operand]) -> list[Operand]:
+        for position, value in enumerate(inputs):
+            if not isinstance(value, ir.Value) or value.shape is None:
+                continue
+            producer = value.producer()
+            if producer is None or producer.op_type != "Expand" or producer not in self.emitted:
+                continue
+            others = [other for index, other in enumerate(inputs) if index != position and isinstance(other, ir.Value)]
+            if any(other.shape is not None and self.same_shape(value, other) for other in others):
+                inputs[position] = producer.inputs[0]
+        return inputs
 
     # Facts -----------------------------------------------------------------------------------------------------------
 
