@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from onnxamp.errors import UsageError
 from onnxamp.evidence.metrics import Difference
@@ -31,26 +31,16 @@ class Tolerance:
     integers: float | None = 0.0
     top1: float | None = None
 
-    @classmethod
-    def parse(cls, entries: Iterable[str], base: Tolerance) -> Tolerance:
-        """`base` with entries such as ``cosine=0.999`` put in; ``none`` for a number lifts that bound.
+    def replaced(self, changes: Mapping[str, float | None]) -> Tolerance:
+        """These bounds with some replaced.
 
         Raises:
-            UsageError: An unknown measure, or no number.
+            UsageError: An unknown measure.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
-        changes: dict[str, float | None] = {}
-        for entry in (part.strip() for text in entries for part in text.split(",")):
-            name, _, text = entry.partition("=")
-            try:
-                if name not in names:
-                    raise ValueError
-                changes[name] = None if text.lower() == "none" else float(text)
-            except ValueError:
-                raise UsageError(
-                    f"Tolerance {entry!r} is not MEASURE=NUMBER with one of {', '.join(names)}: write for example cosine=0.999."
-                ) from None
-        return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+        for name in changes:
+            if name not in MEASURES:
+                raise UsageError(f"Unknown measure {name!r}: use one of {', '.join(MEASURES)}.")
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def missed(self, found: Difference) -> list[str]:
         """The bounds that `found` breaks, in words."""
@@ -73,6 +63,8 @@ class Tolerance:
         return dataclasses.asdict(self)
 
 
+MEASURES = tuple(field.name for field in dataclasses.fields(Tolerance))
+
 # By the least precise float type in the candidate. A bfloat16 value has 8 bits: rounding the weights alone costs
 # cosine 0.99 in some networks.
 DEFAULTS = {
@@ -80,3 +72,23 @@ DEFAULTS = {
     "fp16": Tolerance(cosine=0.999, snr=30.0),
     "bf16": Tolerance(cosine=0.99),
 }
+
+
+def parse(entries: Iterable[str]) -> dict[str, float | None]:
+    """Bounds from entries such as ``cosine=0.999`` or ``snr=none``; one entry may hold several, with commas between.
+
+    Raises:
+        UsageError: An unknown measure, or no number.
+    """
+    changes: dict[str, float | None] = {}
+    for entry in (part.strip() for text in entries for part in text.split(",")):
+        name, _, text = entry.partition("=")
+        try:
+            if name not in MEASURES:
+                raise ValueError
+            changes[name] = None if text.lower() == "none" else float(text)
+        except ValueError:
+            raise UsageError(
+                f"Tolerance {entry!r} is not MEASURE=NUMBER with one of {', '.join(MEASURES)}: write for example cosine=0.999."
+            ) from None
+    return changes

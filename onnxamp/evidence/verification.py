@@ -90,7 +90,7 @@ def verify(
     reference: Model,
     candidate: Model,
     data: Data | None = None,
-    tolerance: Tolerance | Mapping[str, float] | None = None,
+    tolerance: Tolerance | Mapping[str, float | None] | None = None,
     *,
     dim: Mapping[str, int] | None = None,
     count: int = 4,
@@ -266,10 +266,10 @@ def _precision(model: ir.Model) -> str:
     return BF16.name if BF16.ir in kinds else FP16.name if FP16.ir in kinds else "fp32"
 
 
-def _bounds(tolerance: Tolerance | Mapping[str, float] | None, precision: str) -> Tolerance:
+def _bounds(tolerance: Tolerance | Mapping[str, float | None] | None, precision: str) -> Tolerance:
     if isinstance(tolerance, Tolerance):
         return tolerance
-    return Tolerance.parse([f"{name}={value}" for name, value in (tolerance or {}).items()], DEFAULTS[precision])
+    return DEFAULTS[precision].replaced(tolerance or {})
 
 
 def _same_interface(reference: ir.Model, candidate: ir.Model) -> None:

@@ -1,0 +1,213 @@
+"""`onnxamp convert`: an FP32 model to mixed precision."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from onnxamp.conversion import ConvertResult, Summary
+    from onnxamp.policy.plan import Plan
+
+
+@click.command(
+    epilog="""Example:
+
+\b
+    onnxamp convert model.onnx
+    onnxamp convert model.onnx --level O2 --dtype bf16 --keep '*/lm_head/*' --verify
+    onnxamp convert model.onnx --plan-only -o policy.toml
+    onnxamp convert model.onnx --policy policy.toml --report report.html"""
+)
+@click.argument("model", type=click.Path())
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), help="Default: MODEL.LEVEL.DTYPE.onnx beside the input."
+)
+@click.option("--level", default="O2", show_default=True, type=click.Choice(["O0", "OD", "O1", "O2", "O3", "auto"]),
+              help="How much becomes 16-bit: nothing, heavy operators, those and what follows, the least traffic, all.")  # fmt: skip
+@click.option(
+    "--dtype", default="fp16", show_default=True, type=click.Choice(["fp16", "bf16"]), help="The 16-bit type."
+)
+@click.option(
+    "--io", multiple=True, metavar="keep|low|GLOB=TYPE", help="Types of graph inputs and outputs. Default: keep."
+)
+@click.option("--target", default="ort-cuda", show_default=True,
+              type=click.Choice(["ort-cuda", "ort-cpu", "tensorrt", "openvino", "cann", "any"]),
+              help="Whose kernels the result must have.")  # fmt: skip
+@click.option(
+    "--keep", multiple=True, metavar="PATTERN", help="Nodes that stay fp32: a glob on names or scopes, or re:REGEX."
+)
+@click.option("--keep-op", multiple=True, metavar="OP", help="Operators that stay fp32.")
+@click.option("--lower", multiple=True, metavar="PATTERN", help="Nodes that become 16-bit where that is legal.")
+@click.option("--lower-op", multiple=True, metavar="OP", help="Operators that become 16-bit where that is legal.")
+@click.option(
+    "--dim", multiple=True, metavar="NAME=N", help="Size of a free dimension, for the traffic model and --verify."
+)
+@click.option("--policy", type=click.Path(dir_okay=False), help="Decisions from a policy file (TOML).")
+@click.option("--plan-only", is_flag=True, help="Write the decision for every node as a policy file; convert nothing.")
+@click.option("--report", multiple=True, type=click.Path(dir_okay=False), metavar="FILE.json|FILE.html",
+              help="Write every decision (.json), or a page that shows the graph (.html).")  # fmt: skip
+@click.option("--verify", "verified", is_flag=True, help="Compare the result with the input, as `onnxamp verify` does.")
+@click.option("--data", type=click.Path(), help="Inputs for --verify: an .npz file or a folder. Made up else.")
+@click.option("--force", is_flag=True, help="Overwrite files that exist.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(model: str, output: str | None, report: tuple[str, ...], verified: bool, data: str | None, force: bool,
+            as_json: bool, plan_only: bool, dim: tuple[str, ...], **choices: Any) -> int:  # fmt: skip
+    """Rewrite MODEL to mixed precision: Casts where they are needed, FP32 where it must be, a reason for each decision."""
+    from onnxamp import console
+    from onnxamp.commands._options import sizes
+    from onnxamp.conversion import convert
+
+    dims = sizes(dim)
+    choices["io"] = choices["io"] or "keep"
+    path = _output(model, output, choices["level"], choices["dtype"], plan_only)
+    _refuse_overwriting((path, *report), force, report)
+    if data is not None and not verified:
+        from onnxamp.errors import UsageError
+
+        raise UsageError("--data is for --verify: add --verify.")
+    with console.progress(f"converting {model}"):
+        result = convert(model, dim=dims, **choices)
+    if plan_only:
+        from onnxamp.policy.file import write_policy
+
+        write_policy(result.plan, path)
+        _print_plan(path, result, as_json)
+        return 0
+    result.save(path, overwrite=force)
+    evidence = None
+    if verified:
+        from onnxamp.evidence.verification import verify
+
+        with console.progress("verifying"):
+            evidence = verify(model, path, data, dim=_known(dims, result), count=4)
+    found = {"model": model, "output": path, **summary_dict(result.summary)}
+    if evidence is not None:
+        found["verify"] = evidence.to_dict()
+    for file in report:
+        _write_report(file, model, path, found, result)
+    if as_json:
+        console.print_json(found)
+    else:
+        console.show(console.facts(summary_rows(path, result.summary)))
+        if evidence is not None:
+            from onnxamp.commands.verify import show
+
+            console.show("")
+            show(evidence)
+    return int(evidence is not None and not evidence.passed)
+
+
+def _output(model: str, output: str | None, level: str, dtype: str, plan_only: bool) -> str:
+    """Where the result goes: `output`, or beside the model under a name that says how it was made."""
+    import pathlib
+
+    if output is not None:
+        return output
+    source = pathlib.Path(model)
+    level = "O1" if level == "auto" else level
+    return str(source.with_name(f"{source.stem}.{level}.{dtype}" + (".policy.toml" if plan_only else ".onnx")))
+
+
+def _refuse_overwriting(paths: tuple[str, ...], force: bool, reports: tuple[str, ...]) -> None:
+    import pathlib
+
+    from onnxamp.errors import UsageError
+
+    for path in reports:
+        if not path.endswith((".json", ".html")):
+            raise UsageError(f"--report {path} ends neither in .json nor in .html: the ending says what to write.")
+    for path in paths:
+        if pathlib.Path(path).exists() and not force:
+            raise UsageError(f"{path} exists: choose another name or add --force.")
+
+
+def _known(dims: dict[str, int], result: ConvertResult) -> dict[str, int]:
+    """The sizes that are of inputs: what is made up for a comparison has no others."""
+    names = {str(dim) for value in result.model.graph.inputs if value.shape is not None for dim in value.shape}
+    return {name: size for name, size in dims.items() if name in names}
+
+
+def _print_plan(path: str, result: ConvertResult, as_json: bool) -> None:
+    from onnxamp import console
+
+    if as_json:
+        console.print_json({"output": path, "nodes": node_dicts(result.plan)})
+    else:
+        counts = ", ".join(f"{count} {kind}" for kind, count in result.summary.nodes.items())
+        click.echo(f"{path}: the decision for every node ({counts}); edit it and give it back with --policy.")
+
+
+def _write_report(file: str, model: str, path: str, found: dict[str, Any], result: ConvertResult) -> None:
+    import json
+    import pathlib
+
+    from onnxamp.errors import RuntimeMissingError
+
+    if file.endswith(".html"):
+        from onnxamp.comparison.compare import Comparison
+        from onnxamp.comparison.view import page_of
+
+        comparison = Comparison(model, path)
+        text = page_of(comparison, comparison.result())
+    else:
+        text = json.dumps({**found, "nodes": node_dicts(result.plan)}, indent=2, ensure_ascii=False, allow_nan=False)
+    try:
+        pathlib.Path(file).write_text(text + "\n", encoding="utf-8")
+    except OSError as problem:
+        raise RuntimeMissingError(f"{file} cannot be written: {problem.strerror}.") from problem
+
+
+def node_dicts(plan: Plan) -> list[dict[str, Any]]:
+    """The decision for every node, in JSON types."""
+    return [
+        {
+            "node": node.name or (node.outputs[0].name if node.outputs else ""),
+            "op_type": node.op_type,
+            "precision": decision.precision,
+            "code": decision.code,
+            "evidence": decision.evidence,
+            "operands": decision.operands,
+        }
+        for node, decision in plan.nodes.items()
+    ]
+
+
+def summary_dict(summary: Summary) -> dict[str, Any]:
+    """The summary in JSON types."""
+    import dataclasses
+
+    fields = dataclasses.asdict(summary)
+    fields["heavy"] = dict(zip(("low", "all"), summary.heavy, strict=True))
+    fields["weights"] = dict(zip(("before", "after"), summary.weights, strict=True))
+    return fields
+
+
+def summary_rows(path: str, summary: Summary) -> list[tuple[str, str]]:
+    """The table that ends a conversion."""
+    from onnxamp.commands.explain import title
+    from onnxamp.console import size
+
+    before, after = summary.weights
+    traffic = summary.traffic
+    rows = [
+        ("written", path),
+        ("nodes", ", ".join(f"{count} {kind}" for kind, count in summary.nodes.items()) or "none with floats"),
+        ("heavy nodes", f"{summary.heavy[0]} of {summary.heavy[1]} in 16 bits"),
+        ("Casts added", f"{summary.casts['low']} to 16 bits, {summary.casts['fp32']} to fp32"),
+        ("weights", f"{size(before)} → {size(after)}"),
+        (
+            "traffic",
+            f"{size(traffic['source'])} → {size(traffic['result'])} a run (modelled; "
+            f"{size(traffic['cut'])} before dissolving)",
+        ),
+    ]
+    if summary.dims:
+        rows.append(("assumed sizes", ", ".join(f"{name}={count}" for name, count in summary.dims.items())))
+    for index, (code, count) in enumerate(summary.islands.items()):
+        rows.append(("fp32 because" if index == 0 else "", f"{code} ({count}) {title(code)}"))
+    for index, (name, change) in enumerate(summary.changed.items()):
+        words = ", ".join(f"{key} {value}" for key, value in change.items())
+        rows.append(("constants changed" if index == 0 else "", f"{name}: {words}"))
+    return rows
