@@ -88,7 +88,8 @@ def _skeleton(model: ir.Model) -> tuple[onnx.ModelProto, list[ir.Node]]:
     for value, tensor in large.items():
         if value.name not in inputs:
             assert isinstance(tensor.shape, ir.Shape)
-            typed = ir.Value(name=value.name, type=ir.TensorType(tensor.dtype), shape=tensor.shape)
+            value.type, value.shape = ir.TensorType(tensor.dtype), tensor.shape
+            typed = ir.Value(name=value.name, type=value.type, shape=value.shape)
             ir.serde.serialize_value_into(proto.graph.value_info.add(), typed)
     return proto, nodes
 
