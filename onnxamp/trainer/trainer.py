@@ -13,7 +13,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from onnxamp.conversion import convert
 from onnxamp.errors import ModelError, UsageError
+from onnxamp.model import io
 from onnxamp.ort.providers import provider_list, short_name
 from onnxamp.ort.session import SessionConfig, open_session
 from onnxamp.ort.values import Buffer, View, element_type
@@ -24,6 +26,7 @@ from onnxamp.trainer.batch import BatchCheck
 from onnxamp.trainer.collective import Collective, SingleProcess
 from onnxamp.trainer.data import Field
 from onnxamp.trainer.evaluator import Evaluator, without_loss
+from onnxamp.trainer.inference import inference_model
 from onnxamp.trainer.loop import Loop, StepResult, Window
 from onnxamp.trainer.program import Place, Program, Results
 from onnxamp.trainer.update import Update
@@ -197,6 +200,41 @@ class Trainer:
     def parameters(self) -> dict[str, NDArray[np.float32]]:
         """Copies of the FP32 parameters, by their names in the user's model."""
         return {tensor.name: self._arenas.tensor(tensor.key) for tensor in self.manifest.tensors_in("master")}
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        level: str = "O0",
+        dtype: str = "fp16",
+        *,
+        weights: str = "master",
+        target: str = "ort-cuda",
+        overwrite: bool = False,
+    ) -> None:
+        """Write the model for inference, with its original names and structure and the trained parameters.
+
+        Args:
+            path: The file.
+            level: ``O0`` keeps the types of the model; other levels convert it.
+            dtype: The 16-bit type of other levels.
+            weights: ``master`` or ``ema``, their moving average.
+            target: Whose kernels a converted model must have.
+            overwrite: Replace a file that is there.
+        """
+        io.save(self.inference_model(level, dtype, weights=weights, target=target), path, overwrite=overwrite)
+
+    def inference_model(
+        self, level: str = "O0", dtype: str = "fp16", *, weights: str = "master", target: str = "ort-cuda"
+    ) -> ir.Model:
+        """The model that `export` writes."""
+        role = {"master": "master", "ema": "ema"}.get(weights)
+        if role is None:
+            raise UsageError(f"Unknown weights {weights!r}: use master or ema.")
+        if not self.manifest.has_arena(role):
+            raise UsageError("This bundle keeps no moving average of the parameters: build it with ema=0.999 or so.")
+        tensors = (*self.manifest.tensors_in(role), *self.manifest.tensors_in("statistics"))
+        model = inference_model(self.bundle.model, {tensor.name: self._arenas.tensor(tensor.key) for tensor in tensors})
+        return model if level == "O0" else convert(model, level=level, dtype=dtype, target=target).model
 
     def nonfinite_gradients(self) -> list[str]:
         """Parameters whose gradient in the current or last window is not finite everywhere."""

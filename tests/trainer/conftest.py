@@ -83,9 +83,9 @@ PARAMETERS = (
 )
 
 
-def _model(inputs: str, outputs: str, body: str) -> ir.Model:
+def _model(inputs: str, outputs: str, body: str, constants=CONSTANTS) -> ir.Model:
     proto = onnx.parser.parse_model(f"{HEAD}g ({inputs}) => ({outputs}) {{\n{body}\n}}")
-    proto.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in CONSTANTS.items())
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in constants.items())
     model = ir.from_proto(proto)
     for value in (*model.graph.inputs, *model.graph.outputs):
         value.name = re.sub("^(acc_out|acc)_", r"\1/", (value.name or "").replace("amp_", "amp."))
@@ -176,7 +176,8 @@ def make_bundle(optimizer=None, scale=None, *, unsafe: bool = False) -> Bundle:
         "counters/growth_tracker": np.array(scale.initial[1], np.int64),
         "counters/hysteresis": np.array(scale.initial[2], np.int64),
     }
-    user = _model("float[n,3] x, float[3,2] w, float[2] b", "float[n,2] y", "p = MatMul(x, w)\ny = Add(p, b)")
+    weights = {name: values[f"master/{name}"] for name in "wb"}
+    user = _model("float[n,3] x", "float[n,2] y", "p = MatMul(x, w)\ny = Add(p, b)", weights)
     models = {"grad": grad, "reduce": reduce, "update": update, "eval": evaluate}
     return Bundle(models, values, manifest, user)
 

@@ -1,0 +1,92 @@
+"""The user's model with trained parameters, in inference form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from onnxamp.errors import ModelError
+from onnxamp.model import io
+
+
+def inference_model(source: ir.Model, values: Mapping[str, NDArray[Any]]) -> ir.Model:
+    """A copy of `source` with other parameters and nothing that only training needs.
+
+    1. Each parameter keeps its name, its type (values are cast to it) and its form: initializer or Constant node.
+    2. Dropout goes; BatchNormalization reads its running statistics.
+    3. Everything else, names and metadata included, stays as it was.
+
+    Args:
+        source: The model that the bundle was built from.
+        values: Parameters and statistics by name.
+
+    Raises:
+        ModelError: `source` has no parameter of that name and shape.
+    """
+    model = io.load(source)
+    places = _places(model)
+    for name, value in values.items():
+        place = places.get(name)
+        tensor = None if place is None else _tensor(place)
+        if place is None or tensor is None or tuple(tensor.shape.numpy()) != value.shape:
+            raise ModelError(
+                f"The bundle's model has no parameter {name!r} of shape {list(value.shape)}: build it again."
+            )
+        _set(place, value.astype(tensor.dtype.numpy()))
+    for graph in model.graphs():
+        for node in list(graph):
+            if node.domain == "" and node.op_type == "Dropout":
+                _without_dropout(graph, node)
+            elif node.domain == "" and node.op_type == "BatchNormalization":
+                node.attributes.pop("training_mode", None)
+                node.resize_outputs(1)
+    return model
+
+
+def _places(model: ir.Model) -> dict[str, ir.Value]:
+    """Values that hold a parameter, by name."""
+    places: dict[str, ir.Value] = {}
+    for graph in model.graphs():
+        places.update((str(value.name), value) for value in graph.initializers.values())
+        for node in graph:
+            if node.op_type == "Constant" and node.domain == "":
+                places.setdefault(str(node.outputs[0].name), node.outputs[0])
+    return places
+
+
+def _tensor(place: ir.Value) -> ir.TensorProtocol | None:
+    node = place.producer()
+    if node is None:
+        return place.const_value
+    attribute = node.attributes.get("value")
+    return None if attribute is None else attribute.as_tensor()
+
+
+def _set(place: ir.Value, value: NDArray[Any]) -> None:
+    tensor = ir.Tensor(np.ascontiguousarray(value).reshape(value.shape), name=place.name)
+    node = place.producer()
+    if node is None:
+        place.const_value = tensor
+    else:
+        node.attributes.clear()
+        node.attributes.add(ir.AttrTensor("value", tensor))
+
+
+def _without_dropout(graph: ir.Graph | ir.Function, node: ir.Node) -> None:
+    result, source = node.outputs[0], node.inputs[0]
+    assert source is not None
+    if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
+        node.resize_inputs(2)  # somebody reads the mask: in inference form it is all true
+        return
+    if result.is_graph_output():
+        node.op_type = "Identity"
+        node.resize_inputs(1)
+        node.resize_outputs(1)
+        node.attributes.clear()
+        return
+    result.replace_all_uses_with(source)
+    graph.remove(node, safe=True)

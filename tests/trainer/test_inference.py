@@ -1,0 +1,72 @@
+"""Exported models: trained values under the original names, and nothing that only training needs."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx.reference import ReferenceEvaluator
+
+from onnxamp.errors import ModelError
+from onnxamp.trainer.inference import inference_model
+from onnxamp.trainer.trainer import Trainer
+
+TEXT = """<ir_version: 10, opset_import: ["" : 17]>
+net (float[n,3] x) => (float[n,4] y, bool[n,4] kept) {
+    w = Constant<value = float[3,4] {0,0,0,0,0,0,0,0,0,0,0,0}>()
+    h = MatMul(x, w)
+    m, rm, rv = BatchNormalization<training_mode=1, momentum=0.9>(h, scale, shift, mean, var)
+    d, unread = Dropout(m, half, yes)
+    e, kept = Dropout(d, half, yes)
+    f, z = Dropout(e, half)
+    y = Relu(f)
+}"""
+
+
+def _source() -> ir.Model:
+    proto = onnx.parser.parse_model(TEXT)
+    for name, value in {
+        "scale": np.ones(4, np.float32),
+        "shift": np.zeros(4, np.float32),
+        "mean": np.zeros(4, np.float32),
+        "var": np.ones(4, np.float32),
+        "half": np.array(0.5, np.float32),
+        "yes": np.array(True),
+    }.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    return ir.from_proto(proto)
+
+
+def test_constants_initializers_and_statistics_are_set_and_training_nodes_go():
+    rng = np.random.default_rng(0)
+    values = {name: rng.uniform(0.5, 2, 4).astype(np.float32) for name in ("scale", "shift", "mean", "var")}
+    values["w"] = rng.standard_normal((3, 4), np.float32)
+    source = _source()
+    before = ir.to_proto(source).SerializeToString()
+    result = ir.to_proto(inference_model(source, values))
+    assert ir.to_proto(source).SerializeToString() == before
+    onnx.checker.check_model(result, full_check=True)
+    x = rng.standard_normal((5, 3), np.float32)
+    y, kept = ReferenceEvaluator(result).run(None, {"x": x})
+    normal = (x @ values["w"] - values["mean"]) / np.sqrt(values["var"] + 1e-5) * values["scale"] + values["shift"]
+    np.testing.assert_allclose(y, np.maximum(normal, 0), rtol=1e-5, atol=1e-6)
+    assert kept.all()
+    operators = [node.op_type for node in result.graph.node]
+    assert operators.count("Dropout") == 1  # its mask is an output of the model
+    assert result.graph.node[0].output[0] == "w"
+
+
+def test_unknown_parameters_are_named():
+    with pytest.raises(ModelError, match="no parameter 'v'"):
+        inference_model(_source(), {"v": np.zeros(3, np.float32)})
+    with pytest.raises(ModelError, match=r"no parameter 'scale' of shape \[5\]"):
+        inference_model(_source(), {"scale": np.zeros(5, np.float32)})
+
+
+def test_a_trainer_exports_its_parameters(bundle, batches, tmp_path):
+    trainer = Trainer(bundle, "cpu", threads=1)
+    for batch in batches:
+        trainer.micro_step(batch)
+    trainer.export(tmp_path / "model.onnx")
+    exported = onnx.load(tmp_path / "model.onnx")
+    (y,) = ReferenceEvaluator(exported).run(None, {"x": batches[0]["x"]})
+    np.testing.assert_allclose(y, trainer.predict(batches[0])["y"], rtol=1e-5, atol=1e-6)
