@@ -38,8 +38,9 @@ def blocks(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
         with open_external(tensor) as file:
             file.seek(tensor.offset or 0)
             while left:
-                data = file.read(min(left, BLOCK_BYTES))
-                if not data:
+                size = min(left, BLOCK_BYTES)
+                data = file.read(size)
+                if len(data) < size:
                     raise ModelError(
                         f"{tensor.path} ended before the data of tensor {tensor.name!r} did; restore the file."
                     )

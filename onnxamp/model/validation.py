@@ -185,7 +185,9 @@ class _Checker:
             raise ModelError(f"{name} has an offset or length of external data that is no number.") from None
         if location not in self.files:
             self.files[location] = _file_size(self.folder, location, name)
-        if offset < 0 or length != nbytes:
+        if offset < 0:
+            raise ModelError(f"{name} has its external data at the negative offset {offset}.")
+        if length != nbytes:
             raise ModelError(
                 f"{name} of dimensions {list(tensor.dims)} needs {nbytes} bytes of external data and declares {length}."
             )
