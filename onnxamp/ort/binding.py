@@ -67,6 +67,7 @@ class Binding:
     def fetch(self, name: str) -> None:
         """Let the runtime allocate the output `name` on the host, anew in every run: its shape depends on the batch."""
         self._order[name] = True
+        self._binding.bind_output(name, "cpu")  # now, so that the runtime's order of outputs is this one
 
     def run(self) -> None:
         """Run the session once.
