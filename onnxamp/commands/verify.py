@@ -67,18 +67,20 @@ def show(result: VerifyResult) -> None:
     rows = []
     for output in result.outputs:
         worst = output.worst
-        integer = worst.mismatches or (worst.snr == float("inf") and worst.top1 is None and not worst.max_abs)
+        measures = [
+            f"{worst.cosine:.6f}",
+            f"{worst.snr:.1f}",
+            console.number(worst.max_abs),
+            console.number(worst.max_rel),
+            f"{worst.nan}/{worst.inf}/{worst.lost}",
+        ]
         ties = f" ({worst.ties} ties)" if worst.ties else ""
         rows.append(
             (
                 output.name,
-                "ok" if not output.missed else "; ".join(output.missed),
-                f"{worst.cosine:.6f}",
-                f"{worst.snr:.1f}",
-                console.number(worst.max_abs),
-                console.number(worst.max_rel),
-                f"{worst.nan}/{worst.inf}/{worst.lost}",
-                f"{worst.mismatches}{ties}" if integer else "",
+                "; ".join(output.missed) or "ok",
+                *([""] * len(measures) if worst.discrete else measures),
+                f"{worst.mismatches} of {worst.elements}{ties}" if worst.discrete or worst.mismatches else "",
                 "" if worst.top1 is None else f"{100 * worst.top1:.4g}%",
             )
         )

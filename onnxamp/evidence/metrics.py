@@ -30,6 +30,7 @@ class Difference:
         lost: Elements that are not finite in the reference only.
         mismatches: Unequal elements of an integer, boolean or string output.
         ties: Those of them that a tie in the reference's scores explains (see `onnxamp.evidence.ties`).
+        discrete: The output holds integers, booleans or strings: only `mismatches` and `ties` say something.
         top1: Share of rows (last axis) whose largest element is in the same place; None where there are no rows.
     """
 
@@ -43,6 +44,7 @@ class Difference:
     lost: int = 0
     mismatches: int = 0
     ties: int = 0
+    discrete: bool = False
     top1: float | None = None
 
     @property
@@ -70,7 +72,7 @@ def difference(reference: Any, candidate: Any) -> Difference:
     joined = (
         _compare(*(np.concatenate([np.ravel(side) for side in sides]) for sides in zip(*floats, strict=True)))
         if floats
-        else Difference(0)
+        else Difference(0, discrete=bool(parts))
     )
     return dataclasses.replace(
         joined,
@@ -106,7 +108,7 @@ def _leaves(reference: Any, candidate: Any) -> Iterator[tuple[Array, Array]]:
 
 def _compare(reference: Array, candidate: Array) -> Difference:
     if not is_float(reference):
-        return Difference(reference.size, mismatches=int(np.count_nonzero(reference != candidate)))
+        return Difference(reference.size, mismatches=int(np.count_nonzero(reference != candidate)), discrete=True)
     r, c = reference.astype(np.float64), candidate.astype(np.float64)
     fine_r, fine_c = np.isfinite(r), np.isfinite(c)
     counts = {"nan": 0, "inf": 0, "lost": 0}
@@ -170,5 +172,6 @@ def worse(a: Difference, b: Difference) -> Difference:
         lost=a.lost + b.lost,
         mismatches=a.mismatches + b.mismatches,
         ties=a.ties + b.ties,
+        discrete=a.discrete and b.discrete,
         top1=min(rows) if rows else None,
     )

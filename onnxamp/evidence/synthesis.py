@@ -167,4 +167,6 @@ def _picture(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
 def describe(samples: list[Sample], sizes: Mapping[str, int]) -> str:
     """One sentence on what was made up, for whoever prints the numbers."""
     named = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    return f"{len(samples)} samples made up from names, types and shapes" + (f" ({named})" if named else "")
+    return f"{len(samples)} sample{'s' * (len(samples) != 1)} made up from names, types and shapes" + (
+        f" ({named})" if named else ""
+    )

@@ -313,7 +313,7 @@ def _check_file(
     if answer.note:
         notes.append(answer.note)
     if answer.kind == UnsupportedError.__name__:
-        notes.append(f"The CPU cannot run the file as it is (the emulation above can): {answer.error}")
+        notes.append(f"The file itself was not run, only its emulation: {answer.error}")
     elif answer.error:
         text = answer.error if answer.kind else f"ONNX Runtime crashes on it, {answer.error}."
         problems.append(f"The file does not run as it is: {text}")
