@@ -13,7 +13,8 @@ import onnx
 import onnx_ir as ir
 
 from onnxamp import conversion
-from onnxamp.dtypes import LOW, low_type
+from onnxamp.autodiff.parameters import classify
+from onnxamp.dtypes import low_type
 from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model import io
 from onnxamp.policy.options import Options, matches
@@ -198,26 +199,30 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
 
 def _choose(forward: Forward, arguments: _Arguments) -> tuple[tuple[str, ...], dict[str, str]]:
     """Names of the parameters that train, and why the others do not."""
-    graph = forward.model.graph
-    floats = [name for name, value in graph.initializers.items() if value.dtype in (ir.DataType.FLOAT, *LOW)]
-    running = {name for node in graph if node.op_type == "BatchNormalization" for name in batch_norm.statistics(node) or ()}
-    floats = [name for name in floats if name not in running]
+    found = classify(forward.model)
+    possible = [parameter for parameter in (*found.trainable, *found.unsure, *found.frozen) if parameter.uses]
+    names = [parameter.name for parameter in possible]
     for kind, patterns in (("trainable", arguments.trainable), ("frozen", arguments.frozen)):
         for pattern in patterns:
-            if not any(matches(pattern, name) for name in floats):
-                close = difflib.get_close_matches(pattern, floats, n=3, cutoff=0.4)
-                hint = f"did you mean {', '.join(close)}" if close else "see `onnxamp check MODEL` for their names"
+            if not any(matches(pattern, name) for name in names):
+                close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
+                hint = f"did you mean {', '.join(close)}" if close else "`onnxamp check MODEL` lists their names"
                 raise UsageError(f"No parameter matches {kind} {pattern!r}: {hint}.")
-    chosen, frozen = [], {}
-    for name in floats:
-        if any(matches(pattern, name) for pattern in arguments.trainable):
-            chosen.append(name)
-        elif any(matches(pattern, name) for pattern in arguments.frozen):
-            frozen[name] = "frozen by name"
-        elif group_of(name, arguments.groups).frozen:
-            frozen[name] = f"frozen by group {group_of(name, arguments.groups).title}"
+    default = {parameter.name for parameter in found.trainable}
+    wanted, frozen = set(), {}
+    for parameter in possible:
+        group = group_of(parameter.name, arguments.groups)
+        if any(matches(pattern, parameter.name) for pattern in arguments.trainable):
+            wanted.add(parameter.name)
+        elif any(matches(pattern, parameter.name) for pattern in arguments.frozen):
+            frozen[parameter.name] = "frozen by name"
+        elif group.frozen:
+            frozen[parameter.name] = f"frozen by group {group.title}"
+        elif parameter.name in default:
+            wanted.add(parameter.name)
         else:
-            chosen.append(name)
+            frozen[parameter.name] = f"not surely a parameter: {parameter.reason}"
+    chosen = [name for name in forward.model.graph.initializers if name in wanted]
     if not chosen:
         raise UsageError("No parameter trains: name some with trainable, or freeze fewer.")
     return tuple(chosen), frozen

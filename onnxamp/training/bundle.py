@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -16,7 +17,7 @@ import safetensors.numpy
 
 from onnxamp.errors import ModelError, RuntimeMissingError, UsageError
 from onnxamp.model import io
-from onnxamp.training.manifest import Manifest
+from onnxamp.training.manifest import ITEM_SIZE, Manifest
 
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
@@ -74,6 +75,7 @@ class Bundle:
                     {key: np.ascontiguousarray(value).reshape(value.shape) for key, value in self.state.items()},
                     fresh / STATE,
                 )
+                (fresh / STATE).chmod(0o644)
                 (fresh / MANIFEST).write_text(self.manifest.to_json(), encoding="utf-8")
                 if target.exists():
                     shutil.rmtree(target)
@@ -81,6 +83,23 @@ class Bundle:
         except OSError as problem:
             raise RuntimeMissingError(f"{os.fspath(path)!r} cannot be written: {problem.strerror}.") from None
         return dataclasses.replace(self, path=target)
+
+    def summary(self) -> dict[str, Any]:
+        """What the bundle holds, in numbers, for people and programs."""
+        manifest = self.manifest
+        masters = manifest.tensors_in("master")
+        return {
+            "level": manifest.level,
+            "dtype": manifest.dtype if manifest.level != "O0" else "",
+            "parameters": sum(tensor.size for tensor in masters),
+            "trained_tensors": len(masters),
+            "frozen_tensors": len(manifest.frozen),
+            "low_copies": len(manifest.tensors_in("low")) if manifest.has_arena("low") else 0,
+            "running_statistics": len(manifest.tensors_in("statistics")) if manifest.has_arena("statistics") else 0,
+            "state_bytes": sum(arena.elements * ITEM_SIZE[arena.dtype] for arena in manifest.arenas),
+            "nodes": {name: len(graph.graph) for name, graph in self.graphs.items()},
+            "notes": list(manifest.notes),
+        }
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Bundle:

@@ -1,0 +1,194 @@
+"""The options of `build` and `train` that say what is trained and how; in a file they have the same names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+
+from onnxamp.errors import UsageError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_LOSS = ("label_smoothing", "ignore_index", "class_weights", "probabilities", "class_axis", "pos_weight", "delta")
+_OPTIMIZER = ("lr", "weight_decay", "momentum", "dampening", "nesterov", "betas", "eps", "alpha", "centered")
+_SCHEDULE = ("total_steps", "start_factor", "end_factor", "eta_min", "power", "step_size", "gamma")
+_SCALE = ("init_scale", "growth_interval")
+# Options that the Python arguments call otherwise.
+_RENAMED = {"class_weights": "weight", "class_axis": "axis"}
+# What the schedules call their length.
+_LENGTH = {"cosine": "T_max", "linear": "total_iters", "polynomial": "total_iters", "constant": "total_iters"}
+
+_OPTIONS = (
+    click.option("--loss", metavar="NAME", help="cross_entropy, binary_cross_entropy_with_logits, mse, l1, huber, or "
+                 "model_output if the model computes its loss."),
+    click.option("--output-name", metavar="NAME", help="The output that the loss reads, if the model has several."),
+    click.option("--label-smoothing", type=float, help="Of cross_entropy."),
+    click.option("--ignore-index", type=int, help="Label that counts nothing, of cross_entropy.  [default: -100]"),
+    click.option("--class-weights", metavar="W,W,...", help="A weight per class, of cross_entropy."),
+    click.option("--probabilities", is_flag=True, default=None, help="Labels of cross_entropy are probabilities."),
+    click.option("--class-axis", type=int, help="Class dimension of the logits.  [default: last of 3, else 1]"),
+    click.option("--pos-weight", metavar="W[,W...]", help="Weight of positive answers, of the binary loss."),
+    click.option("--delta", type=float, help="Of huber.  [default: 1]"),
+    click.option("--optimizer", default="adamw", show_default=True, metavar="NAME", help="sgd, adam, adamw or rmsprop."),
+    click.option("--lr", type=float, help="Learning rate.  [default: PyTorch's]"),
+    click.option("--weight-decay", type=float, help="Weight decay.  [default: PyTorch's]"),
+    click.option("--momentum", type=float, help="Of sgd and rmsprop."),
+    click.option("--dampening", type=float, help="Of sgd."),
+    click.option("--nesterov", is_flag=True, default=None, help="Of sgd."),
+    click.option("--betas", metavar="B,B", help="Of adam and adamw.  [default: 0.9,0.999]"),
+    click.option("--eps", type=float, help="Of adam, adamw and rmsprop.  [default: 1e-8]"),
+    click.option("--alpha", type=float, help="Of rmsprop.  [default: 0.99]"),
+    click.option("--centered", is_flag=True, default=None, help="Of rmsprop."),
+    click.option("--schedule", metavar="NAME", help="constant, linear, cosine, polynomial or step.  [default: constant]"),
+    click.option("--warmup", type=int, default=0, show_default=True, metavar="N", help="Steps of linear warm-up."),
+    click.option("--total-steps", type=int, metavar="N", help="Length of the schedule, warm-up included."),
+    click.option("--start-factor", type=float, help="Of linear.  [default: 1]"),
+    click.option("--end-factor", type=float, help="Of linear.  [default: 0]"),
+    click.option("--eta-min", type=float, help="Lowest learning rate, of cosine.  [default: 0]"),
+    click.option("--power", type=float, help="Of polynomial.  [default: 1]"),
+    click.option("--step-size", type=int, help="Steps between two decays, of step.  [default: 30]"),
+    click.option("--gamma", type=float, help="Factor of a decay, of step.  [default: 0.1]"),
+    click.option("--loss-scale", default="auto", show_default=True, metavar="auto|none|dynamic|PRESET|N",
+                 help="Presets: onnxamp, pytorch, paddle, mindspore, deepspeed."),
+    click.option("--init-scale", type=float, help="First dynamic loss scale."),
+    click.option("--growth-interval", type=int, help="Good windows before the loss scale grows."),
+    click.option("--clip-norm", type=float, help="Largest global norm of the gradient."),
+    click.option("--clip-value", type=float, help="Largest absolute value in the gradient."),
+    click.option("--ema", type=float, metavar="DECAY", help="Keep a moving average of the parameters."),
+    click.option("--group", multiple=True, metavar="PATTERN:KEY=V,...",
+                 help="Parameters with their own lr_factor and weight_decay."),
+    click.option("--trainable", multiple=True, metavar="PATTERN", help="Train these parameters, whatever else is said."),
+    click.option("--frozen", multiple=True, metavar="PATTERN", help="Keep these parameters as they are."),
+    click.option("--batch-norm", default="auto", show_default=True, type=click.Choice(["auto", "freeze"]),
+                 help="Batch statistics where the scale trains, or nowhere."),
+    click.option("--overflow", default="window", show_default=True, type=click.Choice(["window", "micro"]),
+                 help="What a gradient that is not finite costs."),
+    click.option("--level", default="O2", show_default=True, type=click.Choice(["O0", "OD", "O1", "O2", "O3"]),
+                 help="How much becomes 16-bit."),
+    click.option("--dtype", default="fp16", show_default=True, type=click.Choice(["fp16", "bf16"]), help="The 16-bit type."),
+    click.option("--target", default="ort-cuda", show_default=True,
+                 type=click.Choice(["ort-cuda", "ort-cpu", "tensorrt", "openvino", "cann", "any"]),
+                 help="Whose kernels the graphs must have."),
+    click.option("--keep-node", multiple=True, metavar="PATTERN", help="Nodes that stay fp32."),
+    click.option("--keep-op", multiple=True, metavar="OP", help="Operators that stay fp32."),
+    click.option("--lower-node", multiple=True, metavar="PATTERN", help="Nodes that become 16-bit where that is legal."),
+    click.option("--lower-op", multiple=True, metavar="OP", help="Operators that become 16-bit where that is legal."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of Dropout."),
+)  # fmt: skip
+
+
+def training_options(function: _F) -> _F:
+    """Add the options to a command; `build_arguments` makes arguments of them."""
+    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(_OPTIONS), function)
+
+
+OPTION_NAMES: tuple[str, ...] = tuple(
+    str(option.name) for option in training_options(lambda: None).__click_params__  # type: ignore[attr-defined]
+)
+"""Names of the options as parameters of the command."""
+
+
+def build_arguments(options: Mapping[str, Any], steps: int | None = None) -> dict[str, Any]:
+    """The arguments of `onnxamp.training.build` that the options mean.
+
+    Args:
+        options: Values by parameter name; others than `OPTION_NAMES` are ignored.
+        steps: The planned length of the run, for a schedule whose length is not given.
+
+    Raises:
+        UsageError: A value is malformed, or an option does not belong to the loss, optimizer or schedule chosen.
+    """
+    from onnxamp.training import choices
+
+    if not options.get("loss"):
+        raise UsageError("No loss is given: use --loss cross_entropy, mse, ... (see --help).")
+    loss = _given("loss", options, _LOSS)
+    if "weight" in loss:
+        loss["weight"] = _numbers(loss["weight"], "--class-weights")
+    if "pos_weight" in loss:
+        weights = _numbers(loss["pos_weight"], "--pos-weight")
+        loss["pos_weight"] = weights if len(weights) > 1 else weights[0]
+    if loss.pop("probabilities", None):
+        loss["target"] = "probabilities"
+    optimizer = _given("optimizer", options, _OPTIMIZER)
+    if "betas" in optimizer:
+        optimizer["betas"] = _numbers(optimizer["betas"], "--betas")
+    return {
+        "loss": choices.loss(loss),
+        "optimizer": choices.optimizer(optimizer),
+        "schedule": _schedule(options, steps),
+        "loss_scale": _scale(options),
+        "groups": [_group(text) for text in options.get("group") or ()],
+        "output": options.get("output_name"),
+        "keep": options.get("keep_node") or (),
+        "lower": options.get("lower_node") or (),
+        **{
+            name: options.get(name)
+            for name in ("clip_norm", "clip_value", "ema", "trainable", "frozen", "batch_norm", "overflow", "level", "dtype",
+                         "target", "keep_op", "lower_op", "seed")
+        },
+    }  # fmt: skip
+
+
+def _given(kind: str, options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The choice and those of its arguments that were given, by their Python names."""
+    found = {_RENAMED.get(name, name): options[name] for name in names if options.get(name) not in (None, False)}
+    return {"name": options[kind], **found}
+
+
+def _schedule(options: Mapping[str, Any], steps: int | None) -> object:
+    from onnxamp.training import Warmup, choices
+
+    name = options.get("schedule") or "constant"
+    spec = _given("schedule", {**options, "schedule": name}, _SCHEDULE)
+    total = spec.pop("total_steps", None) or steps
+    schedule = choices.schedule(spec)
+    warmup = options.get("warmup") or 0
+    if warmup < 0:
+        raise UsageError(f"--warmup is {warmup}: it must not be negative.")
+    if warmup:
+        schedule = Warmup(warmup, schedule)
+    if total is not None:
+        return schedule.resolved(int(total))
+    if name in ("linear", "cosine", "polynomial"):
+        raise UsageError(f"The schedule {name} needs its length: give --total-steps.")
+    return schedule
+
+
+def _scale(options: Mapping[str, Any]) -> object:
+    import dataclasses
+
+    from onnxamp.training import DynamicLossScale, choices
+
+    level, dtype = options.get("level") or "O2", options.get("dtype") or "fp16"
+    scale = choices.loss_scale(options.get("loss_scale") or "auto", level, dtype)
+    given = {name: options[name] for name in _SCALE if options.get(name) is not None}
+    if not given:
+        return scale
+    if not isinstance(scale, DynamicLossScale):
+        raise UsageError("--init-scale and --growth-interval belong to a dynamic loss scale: add --loss-scale dynamic.")
+    return dataclasses.replace(scale, **given)
+
+
+def _group(text: str) -> dict[str, object]:
+    """``PATTERN:lr_factor=0.1,weight_decay=0`` as the mapping that `build` takes."""
+    pattern, colon, rest = text.rpartition(":")
+    spec: dict[str, object] = {"match": pattern}
+    for entry in rest.split(","):
+        key, sign, value = entry.partition("=")
+        if not colon or not pattern or not sign or key.strip() not in ("lr_factor", "weight_decay"):
+            raise UsageError(
+                f"--group {text!r} is not PATTERN:KEY=V,...: write for example --group '*bias:weight_decay=0,lr_factor=2'."
+            )
+        spec[key.strip()] = _numbers(value, "--group")[0]
+    return spec
+
+
+def _numbers(text: str, option: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in str(text).split(","))
+    except ValueError:
+        raise UsageError(f"{option} {text!r} is not numbers with commas between them.") from None
