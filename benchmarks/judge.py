@@ -193,3 +193,67 @@ def heavy(model: onnx.ModelProto) -> tuple[int, int]:
                 kinds.append(types.get(next(filter(None, node.output))))
     kinds = [kind in LOW for kind in kinds if kind in LOW or kind in (TensorProto.FLOAT, 0, None)]
     return sum(kinds), len(kinds)
+
+
+def sizes(model: onnx.ModelProto, dims: dict[str, int]) -> dict[str, int]:
+    """Elements of each value that the file gives a shape; a dimension without size counts 1 in front and 64 elsewhere."""
+    found: dict[str, int] = {}
+
+    def visit(graph) -> None:
+        for tensor in graph.initializer:
+            found[tensor.name] = math.prod(tensor.dims)
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            if value.name in found or not value.type.HasField("tensor_type"):
+                continue
+            kind = value.type.tensor_type
+            if not kind.HasField("shape"):
+                found[value.name] = 64
+                continue
+            found[value.name] = math.prod(
+                d.dim_value if d.HasField("dim_value") else dims.get(d.dim_param or "?", 1 if axis == 0 else 64)
+                for axis, d in enumerate(kind.shape.dim)
+            )
+        for node in graph.node:
+            for attribute in node.attribute:
+                for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                    visit(inner)
+
+    visit(model.graph)
+    return found
+
+
+def traffic(model: onnx.ModelProto, elements: dict[str, int]) -> int:
+    """Bytes read and written by one run: each node reads its inputs whole and writes its outputs, bodies count once.
+
+    Shape and Size read nothing, Constant writes nothing. `elements` gives sizes by name; a Cast's result has the size of its operand.
+    """
+    width = {
+        TensorProto.FLOAT: 4,
+        TensorProto.FLOAT16: 2,
+        TensorProto.BFLOAT16: 2,
+        TensorProto.DOUBLE: 8,
+        TensorProto.BOOL: 1,
+    }
+    width |= {
+        TensorProto.INT64: 8,
+        TensorProto.UINT64: 8,
+        TensorProto.INT32: 4,
+        TensorProto.UINT32: 4,
+        TensorProto.INT16: 2,
+    }
+    width |= {TensorProto.UINT16: 2, TensorProto.INT8: 1, TensorProto.UINT8: 1}
+    elements = dict(elements)
+    total = 0
+    for graph, types in scopes(inferred(model).graph):
+        for node in graph.node:
+            if node.op_type == "Constant":
+                tensor = next((a.t for a in node.attribute if a.name == "value"), None)
+                if tensor is not None:
+                    elements.setdefault(node.output[0], math.prod(tensor.dims))
+                continue
+            if node.op_type in ("Cast", "Identity"):
+                elements.setdefault(node.output[0], elements.get(node.input[0], 64))
+            reads = () if node.op_type in ("Shape", "Size") else node.input
+            for name in filter(None, (*reads, *node.output)):
+                total += elements.get(name, 64) * width.get(types.get(name), 8)
+    return total
