@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from onnxamp.model.traffic import Sizes, unit_elements
+from onnxamp.model.traffic import Traffic
 from onnxamp.model.units import TypeGraph, Unit
 from onnxamp.policy.cut import INFINITE, Network
 
@@ -64,18 +64,18 @@ def follow_inputs(graph: TypeGraph, groups: Groups) -> dict[int, bool]:
     return {group: low.get(group, False) for group in range(len(groups.members))}
 
 
-def minimum_cut(graph: TypeGraph, groups: Groups, sizes: Sizes) -> dict[int, bool]:
+def minimum_cut(graph: TypeGraph, groups: Groups, model: Traffic) -> dict[int, bool]:
     """Labels of least modelled traffic, given those already decided. Ties are fp32."""
     problem = _Problem(groups)
     for unit in graph.units:
         variable = problem.variable.get(groups.of[unit])
         if variable is not None:
-            problem.network.add(variable, fp32=unit_elements(unit, sizes))
+            problem.network.add(variable, fp32=model.of_unit[unit])
     for value, readers in graph.readers.items():
         writer = graph.writer.get(value)
         if writer is not None:
             problem.value(
-                groups.of[writer], dict.fromkeys(groups.of[r] for r in readers), _CAST * sizes.elements(value)
+                groups.of[writer], dict.fromkeys(groups.of[r] for r in readers), _CAST * model.elements(value)
             )
     labels = problem.network.solve()
     return {

@@ -45,6 +45,7 @@ class Facts:
         self.low = low
         self.ranges: Mapping[str, float] = ranges or {}
         self.constants = frozenset(graph.constants)
+        self._tensors: dict[ir.Value, ir.TensorProtocol | None] = {}
         self._extents: dict[ir.Value, Extent] = {}
         self._scalars: dict[ir.Value, float | None] = {}
 
@@ -53,8 +54,12 @@ class Facts:
         return operator(unit.node).kind if unit.node is not None else None
 
     def tensor(self, value: ir.Value | None) -> ir.TensorProtocol | None:
-        """The data of a float constant."""
-        return ir.convenience.get_const_tensor(value) if value is not None and value in self.constants else None
+        """The data of a constant of any type; None for what is computed, or may be overridden."""
+        if value is None:
+            return None
+        if value not in self._tensors:
+            self._tensors[value] = None if value in self.graph.writer else constant_tensor(value)
+        return self._tensors[value]
 
     def scalar(self, value: ir.Value | None) -> float | None:
         """The number that a constant is, if all its elements are equal; also behind moves of it."""
@@ -65,23 +70,16 @@ class Facts:
         return self._scalars[value]
 
     def _find_scalar(self, value: ir.Value) -> float | None:
-        source: ir.Value | None = value
         for _ in range(6):
-            if source is None or source in self.constants:
+            node = value.producer()
+            if node is None or node.op_type not in _CONSTANT_MOVES or node.inputs[0] is None:
                 break
-            node = source.producer()
-            if node is None or node.op_type not in _CONSTANT_MOVES:
-                break
-            source = node.inputs[0]
-        tensor = ir.convenience.get_const_tensor(source) if source is not None and self._is_constant(source) else None
+            value = node.inputs[0]
+        tensor = self.tensor(value)
         if tensor is None or not 0 < tensor.size <= _SMALL or tensor.dtype == ir.DataType.STRING:
             return None
         array = tensor.numpy().reshape(-1)
         return float(array[0]) if array.size == 1 or (array == array[0]).all() else None
-
-    def _is_constant(self, value: ir.Value) -> bool:
-        """Whether nothing can change the value: not an initializer that a caller may override."""
-        return value in self.constants or not (value.is_initializer() and value in self.graph.writer)
 
     def extent(self, constant: ir.Value) -> Extent:
         """What the 16-bit type does to `constant`."""
@@ -152,6 +150,20 @@ class Facts:
 _SINGLE_MOVES = frozenset(
     {"Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand", "Slice", "Gather"}
 )
+
+
+def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
+    """The data of an initializer or of a Constant node's result."""
+    node = value.producer()
+    if node is None:
+        return value.const_value if value.is_initializer() else None
+    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
+        return None
+    attribute = node.attributes.get("value")
+    if attribute is not None and not attribute.is_ref():
+        tensor: ir.TensorProtocol = attribute.value
+        return tensor
+    return ir.convenience.get_const_tensor(value)
 
 
 def extent(tensor: ir.TensorProtocol, low: FloatType) -> Extent:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxamp.dtypes import BY_IR, BY_NAME
 from onnxamp.errors import UsageError
-from onnxamp.model.traffic import Sizes, sizes, traffic
+from onnxamp.model.traffic import Traffic
 from onnxamp.model.units import Read, TypeGraph, Unit
 from onnxamp.policy import codes, targets
 from onnxamp.policy.assign import dissolve, follow_inputs, minimum_cut
@@ -27,7 +27,7 @@ from onnxamp.policy.resolve import resolve
 from onnxamp.policy.rules import BINDING, NUMERICAL
 from onnxamp.policy.user import label, wishes
 
-__all__ = ["Clamp", "Decision", "NodeDecision", "Options", "Plan", "make_plan"]
+__all__ = ["Bytes", "Clamp", "Decision", "NodeDecision", "Options", "Plan", "make_plan"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class NodeDecision:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class Bytes:
     """Modelled bytes that one run reads and writes (see `onnxamp.model.traffic`).
 
     Attributes:
@@ -98,7 +98,7 @@ class Plan:
     decisions: dict[Unit, Decision]
     clamped: dict[ir.Value, Clamp] = dataclasses.field(default_factory=dict)
     uncast: frozenset[Read] = frozenset()
-    traffic: Traffic = Traffic(0, 0, 0)
+    traffic: Bytes = Bytes(0, 0, 0)
     dims: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -158,16 +158,16 @@ def make_plan(graph: TypeGraph, options: Options, ranges: Mapping[str, float] | 
             if decision.precision != "fp32":
                 forced.add(unit)
     groups = resolve(graph, legal, decisions, options.dtype, target.name)
-    elements = sizes(graph, dict(options.dim))
+    model = Traffic(graph, dict(options.dim))
     if options.level == "O1":
         low = follow_inputs(graph, groups)
         open_low, open_fp32 = Decision(options.dtype, codes.FOLLOWS_LOW), Decision("fp32", codes.FOLLOWS_FP32)
     else:
-        low = minimum_cut(graph, groups, elements)
+        low = minimum_cut(graph, groups, model)
         open_low, open_fp32 = Decision(options.dtype, codes.CUT_LOW), Decision("fp32", codes.CUT_FP32)
     for unit in graph.units:
         decisions.setdefault(unit, open_low if low[groups.of[unit]] else open_fp32)
-    before = _traffic(graph, options, elements, decisions)
+    before = _bytes(model, options, decisions)
     if options.level in ("O1", "O2"):
         dissolved = Decision("fp32", codes.DISSOLVED)
         for group in dissolve(graph, groups, low, {unit for unit in forced if decisions[unit].precision != "fp32"}):
@@ -179,8 +179,8 @@ def make_plan(graph: TypeGraph, options: Options, ranges: Mapping[str, float] | 
         ordered,
         _clamps(marks, ordered),
         _uncast(graph),
-        Traffic(traffic(graph, elements, lambda unit: unit.dtype), before, _traffic(graph, options, elements, ordered)),
-        elements.dims,
+        Bytes(model.bytes(lambda unit: unit.dtype), before, _bytes(model, options, ordered)),
+        model.dims,
     )
 
 
@@ -236,10 +236,8 @@ def _by_level(facts: Facts, unit: Unit, options: Options) -> Decision | None:
     return Decision("fp32", codes.LEVEL_OD) if options.level == "OD" else None
 
 
-def _traffic(graph: TypeGraph, options: Options, elements: Sizes, decisions: dict[Unit, Decision]) -> int:
-    return traffic(
-        graph,
-        elements,
+def _bytes(model: Traffic, options: Options, decisions: dict[Unit, Decision]) -> int:
+    return model.bytes(
         lambda unit: BY_NAME[decisions[unit].precision].ir,
         lambda constant, dtype: options.casts_weights and dtype != ir.DataType.FLOAT,
     )

@@ -1,0 +1,89 @@
+"""Sizes for unknown dimensions: names, and the expressions that shape inference writes, ``2*floor(height/2 - 1/2) + 2``."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+
+_NAME = re.compile(r"[A-Za-z_][\w.]*")
+_FUNCTIONS: dict[str, Callable[..., float]] = {
+    "floor": math.floor,
+    "ceiling": math.ceil,
+    "Max": max,
+    "Min": min,
+    "Mod": operator.mod,
+    "Abs": abs,
+}
+_OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def names(expression: str) -> tuple[str, ...]:
+    """The dimension names in an expression; a text that is no expression is a name itself."""
+    if _tree(expression) is None:
+        return (expression,)
+    return tuple(dict.fromkeys(name for name in _NAME.findall(expression) if name not in _FUNCTIONS))
+
+
+def evaluate(expression: str, sizes: Mapping[str, int]) -> int:
+    """The size of a dimension, at least 0, given those of its names."""
+    tree = _tree(expression)
+    if tree is None:
+        return sizes[expression]
+    try:
+        return max(0, int(_value(tree, {_key(name): size for name, size in sizes.items()})))
+    except (ArithmeticError, KeyError):
+        return 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _tree(expression: str) -> ast.expr | None:
+    """The parsed expression, or None if the text is a plain name or something else."""
+    text = _NAME.sub(lambda match: match[0] if match[0] in _FUNCTIONS else _key(match[0]), expression)
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    return tree if isinstance(tree, ast.BinOp | ast.Call) and _understood(tree) else None
+
+
+def _key(name: str) -> str:
+    return f"d_{name.replace('.', '_dot_')}"
+
+
+def _understood(tree: ast.expr) -> bool:
+    if isinstance(tree, ast.BinOp):
+        return type(tree.op) in _OPERATIONS and _understood(tree.left) and _understood(tree.right)
+    if isinstance(tree, ast.UnaryOp):
+        return isinstance(tree.op, ast.USub) and _understood(tree.operand)
+    if isinstance(tree, ast.Call):
+        known = isinstance(tree.func, ast.Name) and tree.func.id in _FUNCTIONS and not tree.keywords
+        return known and all(_understood(argument) for argument in tree.args)
+    return isinstance(tree, ast.Name) or (isinstance(tree, ast.Constant) and isinstance(tree.value, int | float))
+
+
+def _value(tree: ast.expr, sizes: Mapping[str, float]) -> float:
+    if isinstance(tree, ast.BinOp):
+        return _OPERATIONS[type(tree.op)](_value(tree.left, sizes), _value(tree.right, sizes))
+    if isinstance(tree, ast.UnaryOp):
+        return -_value(tree.operand, sizes)
+    if isinstance(tree, ast.Call):
+        assert isinstance(tree.func, ast.Name)
+        return _FUNCTIONS[tree.func.id](*(_value(argument, sizes) for argument in tree.args))
+    if isinstance(tree, ast.Name):
+        return sizes[tree.id]
+    assert isinstance(tree, ast.Constant)
+    assert isinstance(tree.value, int | float)
+    return tree.value
