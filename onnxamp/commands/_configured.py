@@ -19,7 +19,7 @@ class ConfiguredCommand(click.Command):
     one call and neither read from a file nor saved.
     """
 
-    local = frozenset({"config", "resume", "force", "output", "debug", "help"})
+    local = frozenset({"config", "resume", "force", "output", "as_json", "debug", "help"})
     paths = frozenset({"model", "data", "val", "like", "init_from"})
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

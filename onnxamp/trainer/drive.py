@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from onnxamp.errors import AmpError, UsageError
+from onnxamp.trainer.batches import Binding, bind
 from onnxamp.trainer.callbacks import Callback, Checkpoints, EarlyStopping
+from onnxamp.trainer.data import open_data
 from onnxamp.trainer.fit import History, fit
 from onnxamp.trainer.metrics import Metric
 from onnxamp.trainer.progress import Progress, amount
@@ -73,8 +75,8 @@ class Plan:
         tensorboard: Write TensorBoard events.
     """
 
-    data: str
-    val: str | None = None
+    data: object
+    val: object = None
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
     epochs: int | None = None
     steps: int | None = None
@@ -103,10 +105,33 @@ class Plan:
         known = ", ".join(["val_loss", *(metric.name for metric in self.metrics)])
         raise UsageError(f"There is no {name!r} to watch; there are {known}: add it with --metric.")
 
+    def check(self, trainer: Trainer) -> None:
+        """Find what is wrong with the data and the options before the run begins.
+
+        Raises:
+            DataError: The data do not fit the model.
+            UsageError: An option names something that does not exist.
+        """
+        self._bindings(trainer)
+        if self.early_stop is not None:
+            if self.val is None:
+                raise UsageError("--early-stop needs data to evaluate on: add --val.")
+            self.better(self.early_stop)
+        if self.metrics and self.val is None:
+            raise UsageError("--metric needs data to evaluate on: add --val.")
+
+    def notes(self, trainer: Trainer) -> list[str]:
+        """What a person should know of the data: casts, columns not used."""
+        return [f"{binding.data.origin}: {note}" for binding in self._bindings(trainer) for note in binding.notes]
+
+    def _bindings(self, trainer: Trainer) -> list[Binding]:
+        sources = [self.data] if self.val is None else [self.data, self.val]
+        return [
+            bind(open_data(source), trainer.fields, columns=self.columns, optional=("weights",)) for source in sources
+        ]
+
     def callbacks(self, run: Run, console: Console, extra: Sequence[Callback] = ()) -> list[Callback]:
         """Everything that goes on around the loop, in the order that the records need."""
-        if self.early_stop is not None and self.val is None:
-            raise UsageError("--early-stop needs data to evaluate on: add --val.")
         watched = None if self.val is None else self.early_stop or "val_loss"
         better = self.better(watched) if watched else "lower"
         callbacks: list[Callback] = [MetricsFile(run.metrics_path)]

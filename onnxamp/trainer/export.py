@@ -22,27 +22,10 @@ from onnxamp.trainer.trainer import Trainer
 _CALIBRATION_ROWS = 1024
 
 
-def checkpoint_path(run: Run, which: str | None) -> Path:
-    """The checkpoint meant: `best` (also None; the newest where nothing was evaluated), `last`, or a file.
-
-    Raises:
-        UsageError: There is no such file.
-        ModelError: The run has no checkpoint.
-    """
-    if which in (None, "best"):
-        return run.best()
-    if which == "last":
-        return run.newest()
-    path = Path(str(which))
-    if not path.is_file():
-        raise UsageError(f"There is no checkpoint {which}; use best, last or a file of {run.checkpoint_folder}.")
-    return path
-
-
 def load_trainer(folder: str | os.PathLike[str], which: str | None = None) -> Trainer:
     """A trainer on the CPU with the state of a run's checkpoint, to export or evaluate."""
     run = Run.open(folder)
-    return Trainer.load(checkpoint_path(run, which), "cpu", bundle=run.bundle_path)
+    return Trainer.load(run.checkpoint(which), "cpu", bundle=run.bundle_path)
 
 
 @contextlib.contextmanager

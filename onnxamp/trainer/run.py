@@ -35,7 +35,6 @@ _OURS = (
     "model.onnx",
     "report.html",
     "diagnosis.html",
-    "names.json",
 )
 
 
@@ -51,7 +50,7 @@ class Run:
         self.tensorboard_folder = self.folder / "tensorboard"
         self.model_path = self.folder / "model.onnx"
         self.report_path = self.folder / "report.html"
-        self.names_path = self.folder / "names.json"
+        self.names_path = self.bundle_path / "names.json"
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Run:
@@ -115,12 +114,8 @@ class Run:
         except OSError as problem:
             raise disk_error(path, problem) from problem
 
-    def newest(self) -> Path:
-        """The newest checkpoint that can be read.
-
-        Raises:
-            ModelError: There is none.
-        """
+    def newest(self) -> Path | None:
+        """The newest checkpoint that can be read; None if there is none yet."""
         for path in reversed(checkpoints(self.checkpoint_folder)):
             try:
                 read(path)
@@ -128,12 +123,25 @@ class Run:
                 logger.warning("%s Trying the one before.", problem)
             else:
                 return path
-        raise ModelError(f"{self.folder} has no checkpoint yet; begin the run again with --force.")
+        return None
 
-    def best(self) -> Path:
-        """The best checkpoint, or the newest where none was chosen."""
-        path = self.checkpoint_folder / "best.safetensors"
-        return path if path.is_file() else self.newest()
+    def checkpoint(self, which: str | None = None) -> Path:
+        """The checkpoint meant: `best` (also None; the newest where nothing was evaluated), `last`, or a file.
+
+        Raises:
+            UsageError: There is no such file, or the run has no checkpoint yet.
+        """
+        best = self.checkpoint_folder / "best.safetensors"
+        if which not in (None, "best", "last"):
+            if not Path(str(which)).is_file():
+                raise UsageError(
+                    f"There is no checkpoint {which}; use best, last or a file of {self.checkpoint_folder}."
+                )
+            return Path(str(which))
+        path = best if which != "last" and best.is_file() else self.newest()
+        if path is None:
+            raise UsageError(f"{self.folder} has no checkpoint yet; train it first.")
+        return path
 
     def metrics(self) -> list[dict[str, Any]]:
         """What was recorded so far."""

@@ -55,7 +55,7 @@ def scale_hint(windows: Sequence[Entry], limit: int = 2000) -> str | None:
         settled = windows[leading]["loss_scale"]
         return (
             f"The initial loss scale {scale_text(first)} was too high: the first {leading} windows were skipped until it "
-            f"had come down to {scale_text(settled)}. Start with --initial-scale {scale_text(settled)} to save them."
+            f"had come down to {scale_text(settled)}. Start with --init-scale {scale_text(settled)} to save them."
         )
     if first > 1 and not skipped and not moved and len(windows) >= 100:
         return f"The loss scale never had to back off from {scale_text(first)}: this run would have borne a higher initial one."

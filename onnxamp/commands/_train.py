@@ -1,0 +1,204 @@
+"""What `onnxamp train` does between reading its options and the loop: model, bundle, trainer, plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from rich.console import Console
+from rich.text import Text
+
+from onnxamp.commands._configured import pairs
+from onnxamp.commands._training_options import build_arguments
+from onnxamp.errors import UsageError
+from onnxamp.model import io
+from onnxamp.trainer import export, state_dict
+from onnxamp.trainer.data import Arrays, open_data
+from onnxamp.trainer.drive import Plan, drive
+from onnxamp.trainer.fit import History
+from onnxamp.trainer.metrics import metric
+from onnxamp.trainer.micro_batch import micro_batch
+from onnxamp.trainer.outputs import metric_options
+from onnxamp.trainer.run import Run
+from onnxamp.trainer.trainer import Trainer
+from onnxamp.training import build
+from onnxamp.training.bundle import MANIFEST, Bundle
+
+
+class Session:
+    """One call of the command.
+
+    Args:
+        options: Parameters of the command.
+        effective: What is saved as the configuration of the run.
+        console: Where a person looks.
+    """
+
+    def __init__(self, options: Mapping[str, Any], effective: Mapping[str, Any], console: Console) -> None:
+        self.options = options
+        self.effective = dict(effective)
+        self.console = console
+        self.run = Run(options["output"])
+        self.columns = pairs(options["column"], "--column")
+        self.data = self._data()
+
+    @property
+    def resumes(self) -> bool:
+        """Whether there is a run to go on with."""
+        return bool(self.options["resume"]) and self.run.exists
+
+    def train(self) -> History:
+        """Do it."""
+        trainer = self._resumed() if self.resumes else self._fresh()
+        plan = self._plan(trainer)
+        self._introduce(trainer, plan)
+        return drive(self.run, trainer, plan, self.console)
+
+    def result(self, history: History) -> dict[str, Any]:
+        """What `--json` prints."""
+        result = dataclasses.asdict(history)
+        del result["losses"]
+        result["loss"] = history.losses[-1] if history.losses else None
+        return {**result, "run": str(self.run.folder), "model": str(self.run.model_path)}
+
+    def _data(self) -> Any:
+        if not self.options["data"]:
+            raise UsageError("There is nothing to train on: give --data FILE.npz or a folder.")
+        return open_data(self.options["data"])
+
+    def _resumed(self) -> Trainer:
+        bundle = Bundle.load(self.run.bundle_path)
+        self.run.write_config({**self.run.read_config(), **self.effective})
+        newest = self.run.newest()
+        provider, threads = self.options["provider"], self.options["threads"]
+        if newest is None:
+            return Trainer(bundle, provider, self.options["accumulate"] or 1, threads=threads)
+        self._say(f"going on from {newest}")
+        return Trainer.load(newest, provider, bundle=bundle, threads=threads)
+
+    def _fresh(self) -> Trainer:
+        options = self.options
+        if options["global_batch"] and (options["batch_size"] or options["accumulate"]):
+            raise UsageError("--global-batch finds --batch-size and --accumulate itself; give one or the others.")
+        bundle, names = self._bundle()
+        provider, threads = options["provider"], options["threads"]
+        size, accumulate = options["batch_size"] or 32, options["accumulate"] or 1
+        if options["global_batch"]:
+            size, accumulate = micro_batch(bundle, provider, self.data, self.columns, options["global_batch"])
+            self._say(f"window of {size * accumulate} rows in {accumulate} micro-batches of {size}")
+        self.effective.pop("global-batch", None)
+        self.effective |= {"batch-size": size, "accumulate": accumulate}
+        trainer = Trainer(bundle, provider, accumulate, threads=threads)
+        self._plan(trainer)  # finds mistakes in the options before anything is written
+        self.run.create(force=options["force"] or (options["resume"] and not self.run.exists))
+        bundle = bundle.save(self.run.bundle_path)
+        trainer.bundle = bundle
+        if names is not None:
+            names.save(self.run.names_path)
+        self.run.write_config(self.effective)
+        return trainer
+
+    def _bundle(self) -> tuple[Bundle, state_dict.Names | None]:
+        options = self.options
+        source = options["model"]
+        if source is None and options["init_from"] is None:
+            raise UsageError("There is no model: give an ONNX file, a bundle, or --init-from RUN.")
+        if source is not None and (Path(source) / MANIFEST).is_file():
+            if options["init_from"] or options["replace_head"] or options["like"]:
+                raise UsageError(
+                    "A bundle is finished: give --init-from, --replace-head or --like with the model itself."
+                )
+            path = Path(source) / "names.json"
+            return Bundle.load(source), state_dict.Names.load(path) if path.is_file() else None
+        model = self._model(source)
+        names = state_dict.match(state_dict.initializers(model), options["like"]) if options["like"] else None
+        if names is not None and names.absent:
+            self._say(f"not in the model, and given back unchanged: {', '.join(names.absent)}")
+        if options["replace_head"]:
+            from onnxamp.training.head import replace_head
+
+            output, _, units = options["replace_head"].rpartition(":")
+            if not units.isdigit() or int(units) < 1:
+                raise UsageError(f"--replace-head takes [OUTPUT:]UNITS, not {options['replace_head']!r}.")
+            model = replace_head(model, output or None, int(units), seed=options["seed"])
+        with self.console.status("building the training graphs"):
+            return build(model, **build_arguments(options, self._total_steps())), names
+
+    def _model(self, source: str | None) -> ir.Model:
+        """The model, with the parameters of another run where `--init-from` names one."""
+        if self.options["init_from"] is None:
+            return io.load(str(source))
+        with tempfile.TemporaryDirectory(prefix="onnxamp-") as folder:
+            path = Path(folder) / "model.onnx"
+            export.load_trainer(self.options["init_from"]).export(path)
+            before = io.load(path)
+            if source is None:
+                return before
+            model = io.load(source)
+            known = before.graph.initializers
+            left = []
+            for name, value in model.graph.initializers.items():
+                old = known.get(name)
+                if old is not None and old.const_value is not None and _alike(old, value):
+                    value.const_value = ir.Tensor(old.const_value.numpy().copy(), name=name)
+                elif value.dtype is not None and value.dtype.is_floating_point():
+                    left.append(name)
+        if left:
+            self._say(f"not in {self.options['init_from']}, and kept from the model: {', '.join(left)}")
+        return model
+
+    def _total_steps(self) -> int | None:
+        """Updates that the run is planned to have; None if the length of the data is not known."""
+        options = self.options
+        if options["steps"]:
+            return int(options["steps"])
+        if not isinstance(self.data, Arrays):
+            return None
+        rows: int = self.data.rows
+        size, accumulate = options["batch_size"] or 32, options["accumulate"] or 1
+        window = options["global_batch"]
+        windows = math.ceil(rows / window) if window else math.ceil(math.ceil(rows / size) / accumulate)
+        return windows * int(options["epochs"] or 1)
+
+    def _plan(self, trainer: Trainer) -> Plan:
+        options = self.options
+        how = metric_options(trainer.bundle)
+        plan = Plan(
+            data=self.data,
+            val=options["val"],
+            columns=self.columns,
+            epochs=options["epochs"] if options["epochs"] or options["steps"] else 1,
+            steps=options["steps"],
+            batch_size=self.effective.get("batch-size", 32),
+            eval_every=options["eval_every"],
+            metrics=tuple(metric(name, **how) for name in options["metric"]),
+            early_stop=options["early_stop"],
+            patience=options["patience"],
+            save_every=options["save_every"],
+            keep=options["keep"],
+            shuffle=options["shuffle"],
+            seed=options["seed"],
+            tensorboard=options["tensorboard"],
+        )
+        plan.check(trainer)
+        return plan
+
+    def _introduce(self, trainer: Trainer, plan: Plan) -> None:
+        manifest = trainer.manifest
+        count = sum(tensor.size for tensor in manifest.tensors_in("master"))
+        level = manifest.level if manifest.level == "O0" else f"{manifest.level} {manifest.dtype}"
+        self._say(f"{count:,} parameters  {level}  on {trainer.provider}")
+        for note in (*manifest.notes, *plan.notes(trainer)):
+            self._say(f"note: {note}")
+
+    def _say(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+
+def _alike(first: ir.Value, second: ir.Value) -> bool:
+    return first.dtype == second.dtype and first.shape is not None and first.shape == second.shape
