@@ -58,6 +58,12 @@ def interface_decision(unit: Unit, dtype: str) -> Decision:
     return Decision(dtype, code, {})
 
 
+def castable(model: ir.Model, low: FloatType) -> bool:
+    """Whether the model's Cast operator knows the 16-bit type; without it the type cannot meet fp32."""
+    cast = signature("", "Cast", model.opset_imports.get("", onnx.defs.onnx_opset_version()))
+    return cast is not None and cast.allows("T2", low.ir)
+
+
 def choices(node: ir.Node, graph: TypeGraph, low: FloatType, target: TargetTable) -> Choices:
     """The choices of `node`; units that were 16-bit in the source are not open."""
     blocked: dict[Unit, Decision] = {}

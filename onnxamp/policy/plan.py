@@ -17,7 +17,7 @@ from onnxamp.policy import codes, targets
 from onnxamp.policy.assign import dissolve, follow_inputs, minimum_cut
 from onnxamp.policy.decision import Decision
 from onnxamp.policy.facts import Facts
-from onnxamp.policy.legality import choices, interface_decision, is_shape_operand, operator_name
+from onnxamp.policy.legality import castable, choices, interface_decision, is_shape_operand, operator_name
 from onnxamp.policy.marks import Marks
 from onnxamp.policy.masks import find_masks
 from onnxamp.policy.operators import Kind
@@ -192,6 +192,12 @@ def _interface(graph: TypeGraph, options: Options) -> dict[Unit, Decision]:
             value = unit.writes[0] if unit.writes else unit.reads[0].value
             source = BY_IR[unit.dtype].name
             dtype = source if unit.fixed == "overridable" else options.interface_type(value.name or "", source)
+            if dtype != source and not castable(graph.model, options.low):
+                if options.io != "low":
+                    raise UsageError(
+                        f"{value.name!r} cannot become {dtype}: Cast knows it from opset 13 on; raise the model's opset."
+                    )
+                dtype = source
             decisions[unit] = interface_decision(unit, dtype)
     return decisions
 
