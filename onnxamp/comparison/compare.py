@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -304,7 +305,9 @@ def decision(node: ir.Node) -> Decision | None:
 
 def _load(source: Source) -> ir.Model:
     model = io.load(source)
-    types.infer(model)
+    nodes = itertools.chain(model.graph.all_nodes(), *(f.all_nodes() for f in model.functions.values()))
+    if any(value.type is None or value.shape is None for node in nodes for value in node.outputs):
+        types.infer(model)
     return model
 
 

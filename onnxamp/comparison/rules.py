@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+
+from onnxamp.policy import pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +16,12 @@ class Rule:
     remedy: str
 
 
-@functools.cache
 def rule(code: str) -> Rule | None:
-    """The rule of a code; None for a code that this version does not know."""
-    return None
+    """The rule of a code; None for a code that this version does not know (metadata may come from any file)."""
+    entry = pages.entries().get(code)
+    if entry is None:
+        return None
+    parts = (entry.what, entry.why, f"What to do: {entry.remedy.strip()}" if entry.remedy.strip() else "")
+    return Rule(
+        entry.title, "\n\n".join(part.strip() for part in parts if part.strip()), " ".join(entry.remedy.split())
+    )

@@ -176,7 +176,7 @@ class _Builder:
             if not isinstance(item, ir.Node):
                 continue
             own = item in self.b.index
-            for read in item.inputs:
+            for read in (*item.inputs, *_captured(item)):
                 source = self._source(read, place, own)
                 if read is not None and source is not None:
                     kind = type_name(read.dtype) if own else "removed"
@@ -360,6 +360,14 @@ def _value(value: ir.Value | None) -> str:
     if value is None:
         return ""
     return " ".join(filter(None, (value.name or "?", type_name(value.dtype), shape_text(value.shape))))
+
+
+def _captured(node: ir.Node) -> Iterator[ir.Value]:
+    """What the bodies of a node read from around it, and more; values defined inside have no box outside."""
+    for _, body in bodies(node):
+        for inner in body.all_nodes():
+            yield from (value for value in inner.inputs if value is not None)
+        yield from body.outputs
 
 
 def _is_body(attribute: ir.Attr | None) -> bool:

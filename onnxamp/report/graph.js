@@ -1,7 +1,8 @@
 // The graph view: draws the levels that are open, opens folds and bodies in place, searches, and shows a node's facts.
-(() => {
+(async () => {
   const SVG = "http://www.w3.org/2000/svg", GAP = 24, ROW = 34, PAD = 14, HEAD = 26;
-  const all = JSON.parse(document.getElementById("data").textContent);
+  const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (c) => c.charCodeAt(0));
+  const all = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
   const short = { fp32: "32", fp16: "16", bf16: "b16" };
   const marks = { added: "+", removed: "−", changed: "≠", retyped: "↻" };
   const el = (tag, attributes = {}, text = "") => {
@@ -16,9 +17,13 @@
     if (text !== "") node.textContent = text;
     return node;
   };
-  const clip = (text, room) => {
+  const clip = (text, room) => {       // keeps the end, which tells names apart
     const most = Math.max(3, Math.floor(room));
     return text.length > most ? "…" + text.slice(1 - most) : text;
+  };
+  const cut = (text, room) => {        // keeps the beginning
+    const most = Math.max(3, Math.floor(room));
+    return text.length > most ? text.slice(0, most - 1) + "…" : text;
   };
 
   function view(root, data) {
@@ -35,7 +40,7 @@
       const [level, parent] = stack.pop();
       for (const item of level.items) {
         parents.set(item, parent);
-        if (!item.fold) { boxes.push(item); byId.set(item.id, item); heated ||= item.heat !== undefined; }
+        if (!item.fold) { item.id ??= item.name; boxes.push(item); byId.set(item.id, item); heated ||= item.heat !== undefined; }
       }
       for (let k = level.items.length - 1; k >= 0; k--) {
         for (const [, inner] of levelsOf(level.items[k]).reverse()) stack.push([inner, level.items[k]]);
@@ -181,15 +186,24 @@
         g.append(el("text", { x: size.w / 2, y: 16, "text-anchor": "middle", class: "op" }, `${mark} ${item.b || "?"}→${item.p}`));
       } else if (item.fold) {
         g.append(el("text", { x: 10, y: 19, class: "op" }, `${open.has(item) ? "▾" : "▸"} ${op}${badge ? ` · ${item.b ? `${short[item.b] || item.b}→` : ""}${badge}` : ""}`));
-        if (!open.has(item)) g.append(el("text", { x: 10, y: 36, class: "name" }, clip(item.title || item.note, (size.w - 20) / 6.2)));
+        if (!open.has(item)) g.append(el("text", { x: 10, y: 36, class: "name" }, cut(item.s === "mixed" ? item.note : item.title || item.note, (size.w - 20) / 6)));
       } else if (item.io) {
         g.append(el("text", { x: 10, y: 17, class: "name" }, clip(`${op} ${item.name}`, (size.w - 20) / 6.2)));
       } else {
         const head = `${item.bodies ? (open.has(item) ? "▾ " : "▸ ") : ""}${mark ? `${mark} ` : ""}${op}`;
-        g.append(el("text", { x: 10, y: 18, class: "op" }, clip(head, (size.w - 30 - 8 * (item.b || "").length) / 7.2)));
+        g.append(el("text", { x: 10, y: 18, class: "op" }, cut(head, (size.w - 26 - 7 * (badge.length + (item.b ? 3 : 0))) / 7.4)));
         if (badge) g.append(el("text", { x: size.w - 9, y: 18, "text-anchor": "end", class: "badge" },
           item.b && item.b !== item.p ? `${short[item.b] || item.b}→${badge}` : badge));
         if (!open.has(item)) g.append(el("text", { x: 10, y: 35, class: "name" }, clip(item.name, (size.w - 20) / 6.2)));
+      }
+      if (item.mix && !open.has(item)) {
+        const total = item.mix.reduce((sum, [, n]) => sum + n, 0);
+        let at = 8;
+        for (const [name, n] of item.mix) {
+          const part = n / total * (size.w - 16);
+          g.append(el("rect", { x: at, y: size.h - 7, width: part, height: 4, class: `share ${name}` }));
+          at += part;
+        }
       }
       const title = el("title", {}, item.fold ? `${item.title ? `${item.title}: ` : ""}${item.note || op}` : `${op} ${item.name}`);
       g.append(title);
@@ -235,7 +249,8 @@
       const spot = shown.get(item);
       if (!spot) return;
       pane.scrollLeft = (spot.x + 20 + spot.w / 2) * scale - pane.clientWidth / 2;
-      pane.scrollTop = (spot.y + 20 + Math.min(spot.h, 60) / 2) * scale - pane.clientHeight / 2;
+      const covered = getComputedStyle(side).position === "absolute" ? side.offsetHeight : 0;
+      pane.scrollTop = (spot.y + 20 + Math.min(spot.h, 60) / 2) * scale - (pane.clientHeight - covered) / 2;
     };
 
     // Selection
@@ -243,8 +258,8 @@
       current = item;
       for (let at = parents.get(item); at; at = parents.get(at)) open.add(at);
       draw();
-      if (move) center(item);
       facts(item);
+      if (move) { if (scale < 0.6) zoom(0.8); center(item); }
       if (hash && item.id !== undefined) history.replaceState(null, "", `#${encodeURIComponent(item.id)}`);
     };
     const toggle = (item) => {
@@ -407,7 +422,7 @@
       let id = location.hash.slice(1);
       try { id = decodeURIComponent(id); } catch { return; }
       const item = byId.get(id);
-      if (item) { select(item, { hash: false }); root.scrollIntoView({ block: "nearest" }); }
+      if (item) { select(item, { hash: false }); body.scrollIntoView({ block: "nearest" }); }
     };
     addEventListener("hashchange", follow);
     draw();
@@ -419,4 +434,5 @@
   }
 
   for (const root of document.querySelectorAll(".graph")) view(root, all[root.dataset.graph]);
+  document.documentElement.dataset.ready = "yes";
 })();

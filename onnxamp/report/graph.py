@@ -128,7 +128,8 @@ def width(box: Box) -> float:
     """Width of a box by its text."""
     if box.kind == "cast":
         return 104.0
-    text = max(8.0 * len(box.op) + 34 + 8 * len(box.before or ""), 6.4 * min(len(box.name), 30)) + 20
+    badge = 7.0 * (len(box.precision) + len(box.before))
+    text = max(8.0 * len(box.op) + badge + 24 + (14 if box.bodies else 0), 6.4 * min(len(box.name), 30)) + 20
     return min(max(text, WIDTH[0]), WIDTH[1])
 
 
@@ -137,7 +138,9 @@ def _intern(text: str, strings: dict[str, int]) -> int:
 
 
 def _box_row(box: Box, strings: dict[str, int]) -> dict[str, Any]:
-    row: dict[str, Any] = {"id": box.id, "op": _intern(box.op, strings), "name": box.name}
+    row: dict[str, Any] = {"op": _intern(box.op, strings), "name": box.name}
+    if box.id != box.name:
+        row["id"] = box.id
     for key, value, default in (
         ("p", box.precision, ""),
         ("b", box.before, ""),
@@ -187,6 +190,7 @@ def _fold_row(
         "b": first.before if alike else "",
         "s": first.status if alike else "mixed",
         "island": first.island if alike else 0,
+        "mix": [] if alike else sorted(precisions.items()),
         "heat": max((box.heat for box in boxes if box.heat is not None), default=None),
         "level": _level(graph, fold.items, edges, strings),
     }

@@ -10,11 +10,14 @@ import base64
 import hashlib
 import html
 import json
+import zlib
 from collections.abc import Iterable
 from importlib import resources
 
 from onnxamp.report.plots import line_plot, number
 from onnxamp.report.sections import Cell, Figures, GraphView, LinePlot, Link, Note, Section, Table
+
+MOST_ROWS = 1000  # of a table on a page
 
 
 def _asset(name: str) -> str:
@@ -22,11 +25,9 @@ def _asset(name: str) -> str:
 
 
 def embed(data: object) -> str:
-    """JSON that is safe inside a script element."""
+    """JSON, compressed (zlib) and in base64: safe inside a script element, and small for large graphs."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    for mark in "<>&\u2028\u2029":
-        text = text.replace(mark, f"\\u{ord(mark):04x}")
-    return text
+    return base64.b64encode(zlib.compress(text.encode("utf-8", "surrogatepass"), 9)).decode()
 
 
 def _cell(value: Cell | Link) -> str:
@@ -44,9 +45,11 @@ def _table(table: Table) -> str:
     head = "".join(f'<th tabindex="0" scope="col">{html.escape(c)}</th>' for c in table.columns)
     rows = [
         f"<tr{' hidden' if k >= table.limit else ''}>{''.join(_cell(c) for c in row)}</tr>"
-        for k, row in enumerate(table.rows)
+        for k, row in enumerate(table.rows[:MOST_ROWS])
     ]
     note = f"<p>{html.escape(table.note)}</p>" if table.note else ""
+    if len(table.rows) > MOST_ROWS:
+        note += f"<p>The first {MOST_ROWS:,} of {len(table.rows):,} rows.</p>"
     more = f'<button class="more">Show all {len(rows):,}</button>' if len(rows) > table.limit else ""
     body = (
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>{more}'
@@ -55,7 +58,7 @@ def _table(table: Table) -> str:
     )
     return (
         f"<details{' open' if table.open else ''}><summary><h2>{html.escape(table.title)}</h2>"
-        f'<span class="count">{len(rows):,}</span></summary>{note}{body}</details>'
+        f'<span class="count">{len(table.rows):,}</span></summary>{note}{body}</details>'
     )
 
 
@@ -106,7 +109,7 @@ def page(title: str, sections: Iterable[Section], *, subtitle: str = "") -> str:
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; base-uri 'none'"
     )
-    payload = f'<script type="application/json" id="data">{embed(data)}</script>\n' if data else ""
+    payload = f'<script type="text/plain" id="data">{embed(data)}</script>\n' if data else ""
     lead = f'<p class="subtitle">{html.escape(subtitle)}</p>' if subtitle else ""
     return f"""<!DOCTYPE html>
 <html lang="en">
