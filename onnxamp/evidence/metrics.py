@@ -144,12 +144,14 @@ def _cosine(r: Array, c: Array) -> float:
 
 
 def _snr(r: Array, error: Array) -> float:
-    scale = float(np.abs(error).max(initial=0.0))
-    if scale == 0:
+    scale_r, scale_e = (float(np.abs(side).max(initial=0.0)) for side in (r, error))
+    if scale_e == 0:
         return math.inf
-    signal, noise = r / scale, error / scale
-    power = float(signal @ signal)
-    return 10 * math.log10(power / float(noise @ noise)) if power else -math.inf
+    if scale_r == 0:
+        return -math.inf
+    r, error = r / scale_r, error / scale_e
+    scales = 20 * (math.log10(scale_r) - math.log10(scale_e))
+    return scales + 10 * math.log10(float(r @ r) / float(error @ error))
 
 
 def _top1(r: Array, c: Array) -> float | None:

@@ -140,8 +140,8 @@ def _floats(item: Input, shape: tuple[int, ...], rng: np.random.Generator) -> Ar
         return np.zeros(shape) if added else np.ones(shape)
     if re.search(r"audio|wave?|sound|speech|pcm|signal", name) and rank >= 1:
         time = np.arange(shape[-1]) / 16000
-        tone = sum(np.sin(2 * np.pi * f * time + rng.uniform(0, 6)) / f for f in (130.0, 260.0, 910.0)) * 20
-        return 0.1 * np.broadcast_to(tone, shape) + 0.01 * rng.standard_normal(shape)
+        tone = sum(130 / f * np.sin(2 * np.pi * f * time + rng.uniform(0, 2 * np.pi)) for f in (130.0, 260.0, 910.0))
+        return 0.2 * np.broadcast_to(tone, shape) + 0.01 * rng.standard_normal(shape)
     if re.search(r"^[hc]_?\d?$|state|hidden|cache|past|memory", name):
         return 0.1 * rng.standard_normal(shape)
     if rank == 4 and (shape[1] in (1, 3, 4) or shape[3] in (1, 3, 4)):

@@ -27,8 +27,8 @@ from onnxamp.evidence.tolerance import DEFAULTS, Tolerance
 from onnxamp.evidence.values import Fetcher, matched
 from onnxamp.model import io, types
 from onnxamp.model.inlining import inline_float_functions
+from onnxamp.ort import worker
 from onnxamp.ort.session import SessionConfig, open_session, run
-from onnxamp.ort.worker import Worker
 from onnxamp.passes.emulate import emulate
 
 Model = str | os.PathLike[str] | onnx.ModelProto | ir.Model
@@ -243,12 +243,10 @@ class _Comparison:
             Fetcher(model, pair, self.config)(sample, pair)
             for model, pair, sample in zip(self.judged, names, feeds, strict=True)
         ]
-        left = unexplained(
-            node,
-            (values[0][names[0][0]], values[1][names[1][0]]),
-            (values[0][names[0][1]], values[1][names[1][1]]),
-        )
-        return max(0, mismatches - left)
+        (expected, got), picked = ((values[0][names[0][i]], values[1][names[1][i]]) for i in (0, 1))
+        if self.tolerance.missed(difference(expected, got)):  # scores that are wrong altogether explain nothing
+            return 0
+        return max(0, mismatches - unexplained(node, (expected, got), picked))
 
 
 def _prepared(model: Model) -> ir.Model:
@@ -308,8 +306,7 @@ def _check_file(
             problems.append(f"onnx.checker refuses the candidate: {wrong}.")
     if not any(value.dtype in LOW for node in model.graph.all_nodes() for value in node.outputs):
         return
-    with Worker() as worker:
-        answer = worker.run(candidate, [sample], SessionConfig(provider="cpu"))
+    answer = worker.shared().run(candidate, [sample], SessionConfig(provider="cpu"))
     if answer.note:
         notes.append(answer.note)
     if answer.kind == UnsupportedError.__name__:

@@ -7,8 +7,10 @@ at ``extended``, which the answer then says.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pickle
@@ -134,6 +136,14 @@ class Worker:
             stderr=subprocess.DEVNULL,
         )
         return self._process
+
+
+@functools.cache
+def shared() -> Worker:
+    """The worker of this process; it is started at the first request and stopped at exit."""
+    worker = Worker()
+    atexit.register(worker.close)
+    return worker
 
 
 def serve() -> None:

@@ -1,0 +1,242 @@
+"""Verification: what passes, what fails, and where it says that a failure begins."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import numpy_helper, parser
+
+import onnxamp
+from onnxamp.errors import DataError, ModelError, UnsupportedError, UsageError
+from onnxamp.evidence import Tolerance, VerifyResult, verify
+
+
+def proto(text: str) -> onnx.ModelProto:
+    return parser.parse_model(f'<ir_version: 10, opset_import: ["": 20]> {text}')
+
+
+REFERENCE = proto("""g (float[batch,4] x) => (float[batch,4] y)
+    { [square] a = Mul(x, x)  [cube] b = Mul(a, x)  [root] c = Sqrt(b)  [out] y = Add(c, x) }""")
+
+# The same in fp16 all the way, as an over-eager converter would write it.
+LOW = proto("""g (float[batch,4] x) => (float[batch,4] y)
+    { xl = Cast <to = 10> (x)  [square] a = Mul(xl, xl)  [cube] b = Mul(a, xl)  [root] c = Sqrt(b)  [out] z = Add(c, xl)
+      y = Cast <to = 1> (z) }""")
+
+SMALL = {"x": np.linspace(0.1, 2, 8, dtype=np.float32).reshape(2, 4)}
+LARGE = {"x": np.array([[1, 2, 3, 45], [1, 1, 1, 1]], np.float32)}  # 45³ is beyond 65504, 45² is not
+
+
+def check(
+    reference: onnx.ModelProto, candidate: onnx.ModelProto, data: object, tolerance: object = None
+) -> VerifyResult:
+    return verify(reference, candidate, data, tolerance, check_file=False)  # type: ignore[arg-type]
+
+
+def test_a_good_conversion_passes() -> None:
+    result = verify(REFERENCE, LOW, SMALL)
+    assert result.passed
+    assert result.precision == "fp16"
+    assert not result.problems
+    assert result.divergence is None
+    (output,) = result.outputs
+    assert output.name == "y"
+    assert output.worst.elements == 8
+    assert 50 < output.worst.snr < 100
+    assert result.samples == 1
+
+
+def test_overflow_is_found_where_it_happens_though_the_cpu_hides_it() -> None:
+    from onnxamp.ort.session import open_session, run
+
+    hidden = run(open_session(LOW), LARGE)["y"]
+    assert np.isfinite(hidden).all(), "ONNX Runtime itself shows no overflow here"
+    low = onnx.ModelProto()
+    low.CopyFrom(LOW)
+    for key, text in {"precision": "fp16", "code": "AMP003", "evidence": '{"bytes": 7}'}.items():
+        low.graph.node[2].metadata_props.add(key=f"onnxamp.{key}", value=text)
+    result = check(REFERENCE, low, [SMALL, LARGE])
+    assert not result.passed
+    (output,) = result.outputs
+    assert output.sample == 1
+    assert output.worst.inf == 1
+    assert output.missed == ("nonfinite 1 > 0",)
+    found = result.divergence
+    assert found is not None
+    assert (found.node, found.op_type, found.value, found.kind) == ("cube", "Mul", "b", "non-finite")
+    assert (found.precision, found.code, found.evidence) == ("fp16", "AMP003", {"bytes": 7})
+    assert found.largest == 45**3
+
+
+def test_rounding_is_found_where_it_begins() -> None:
+    """Adding and taking away 2048 costs fp16 all digits behind the point; what comes later is not to blame."""
+    text = "[first] a = Mul({x}, {x})  [up] b = Add(a, k)  [down] c = Sub(b, k)  [last] d = Mul(c, c)"
+    reference = proto(f"g (float[8] x) => (float[8] d) <float k = {{2048}}> {{ {text.format(x='x')} }}")
+    low = proto(f"""g (float[8] x) => (float[8] y) <float16 k = {{26624}}>
+        {{ xl = Cast <to = 10> (x) {text.format(x="xl")} y = Cast <to = 1> (d) }}""")
+    low.graph.output[0].name = low.graph.node[-1].output[0] = "d"
+    low.graph.node[-1].input[0] = low.graph.node[-2].output[0] = "d16"
+    result = check(reference, low, {"x": np.linspace(0.3, 0.9, 8, dtype=np.float32)})
+    assert not result.passed
+    assert result.divergence is not None
+    assert (result.divergence.node, result.divergence.kind) == ("down", "diverges")
+    assert result.divergence.snr < 20
+
+
+def test_a_failure_on_another_branch_is_not_blamed() -> None:
+    """Only what a failing output depends on is looked at."""
+    reference = proto("""g (float[4] x) => (float[4] good, float[4] bad)
+        { [early] e = Mul(x, x)  f = Mul(e, e)  good = Sign(f)  [late] l = Exp(x)  bad = Log(l) }""")
+    low = proto("""g (float[4] x) => (float[4] good, float[4] bad)
+        { xl = Cast <to = 10> (x)
+          [early] e = Mul(xl, xl)  f = Mul(e, e)  g = Sign(f)  [late] l = Exp(xl)  b = Log(l)
+          good = Cast <to = 1> (g)  bad = Cast <to = 1> (b) }""")
+    result = check(reference, low, {"x": np.array([1, 2, 3, 20], np.float32)})
+    assert [bool(output.missed) for output in result.outputs] == [False, True]
+    assert result.divergence is not None
+    assert result.divergence.node == "late"
+
+
+def test_tolerance_decides() -> None:
+    assert not check(REFERENCE, LOW, SMALL, {"snr": 120}).passed
+    result = check(REFERENCE, LOW, SMALL, {"snr": 120})
+    assert result.outputs[0].missed[0].startswith("snr ")
+    assert result.divergence is not None
+    assert result.divergence.kind == "diverges"
+    assert check(REFERENCE, LOW, LARGE, Tolerance(nonfinite=None)).passed
+    assert check(REFERENCE, LOW, SMALL, {"snr": None}).tolerance.cosine == 0.999
+    with pytest.raises(UsageError, match="kosine"):
+        check(REFERENCE, LOW, SMALL, {"kosine": 1.0})
+
+
+def test_integers_and_ties() -> None:
+    """The scores of class 2 and 3 differ by less than fp16 can hold: either index is right; a real change is not."""
+    reference = proto("g (float[1,4] x) => (int64[1] i, int64[1,2] k) <int64[1] two = {2}> "
+                      "{ s = Mul(x, x)  i = ArgMax <axis = 1, keepdims = 0> (s)  v, k = TopK(s, two) }")  # fmt: skip
+    low = proto("g (float[1,4] x) => (int64[1] i, int64[1,2] k) <int64[1] two = {2}> "
+                "{ xl = Cast <to = 10> (x)  s = Mul(xl, xl)  i = ArgMax <axis = 1, keepdims = 0> (s)"
+                "  v, k = TopK(s, two) }")  # fmt: skip
+    tie = {"x": np.array([[0.1, 0.2, 1.0001, 1.0002]], np.float32)}
+    result = check(reference, low, tie)
+    by_name = {output.name: output.worst for output in result.outputs}
+    assert (by_name["i"].mismatches, by_name["i"].ties) == (1, 1)
+    assert (by_name["k"].mismatches, by_name["k"].ties) == (2, 2)
+    assert result.passed
+    wrong = proto("g (float[1,4] x) => (int64[1] i, int64[1,2] k) <int64[1] two = {2}> "
+                  "{ xl = Cast <to = 10> (x)  s = Neg(xl)  i = ArgMax <axis = 1, keepdims = 0> (s)"
+                  "  v, k = TopK(s, two) }")  # fmt: skip
+    assert not check(reference, wrong, {"x": np.array([[0.1, 0.2, 1.0, 2.0]], np.float32)}).passed
+
+
+def test_the_file_itself_is_judged(tmp_path: pathlib.Path) -> None:
+    """A file that only the emulation can run: a node before the Cast that it reads."""
+    broken = onnx.ModelProto()
+    broken.CopyFrom(LOW)
+    node = onnx.NodeProto()
+    node.CopyFrom(broken.graph.node[0])
+    del broken.graph.node[0]
+    broken.graph.node.append(node)
+    path = tmp_path / "broken.onnx"
+    onnx.save(broken, path)
+    result = verify(REFERENCE, path, SMALL)
+    assert not result.passed
+    assert not result.outputs[0].missed
+    assert "onnx.checker refuses" in result.problems[0]
+    bf16 = proto("""g (float[batch,4] x) => (float[batch,4] y)
+        { xl = Cast <to = 16> (x) a = Mul(xl, xl) b = Mul(a, xl) c = Sqrt(b) z = Add(c, xl) y = Cast <to = 1> (z) }""")
+    result = verify(REFERENCE, bf16, SMALL)  # bf16 has no kernels on the CPU, which is no fault of the file
+    assert result.passed
+    assert result.precision == "bf16"
+    assert "no kernel" in result.notes[0]
+
+
+def test_a_candidate_that_cannot_run_fails() -> None:
+    shape = proto("g (float[batch,4] x) => (float[batch,M] y) <int64[1] k = {3}, int64[1] zero = {0}, int64[1] one = {1}> "
+                  "{ xl = Cast <to = 10> (x)  s = Slice(xl, zero, k, one)  y = Cast <to = 1> (s) }")  # fmt: skip
+    result = check(REFERENCE, shape, SMALL)
+    assert not result.passed
+    assert "its output 'y' does not fit" in result.problems[0]
+
+
+MISMATCH = {
+    "inputs": ("g (float[batch,4] z) => (float[batch,4] y) { y = Identity(z) }", "inputs"),
+    "outputs": ("g (float[batch,4] x) => (float[batch,4] z) { z = Identity(x) }", "outputs"),
+}
+
+
+@pytest.mark.parametrize("case", MISMATCH)
+def test_other_interfaces(case: str) -> None:
+    text, word = MISMATCH[case]
+    with pytest.raises(ModelError, match=word):
+        check(REFERENCE, proto(text), SMALL)
+
+
+def test_data_that_the_reference_cannot_run() -> None:
+    reference = proto("g (float[A,B] x, float[C,D] z) => (float[E,F] y) { y = Add(x, z) }")
+    with pytest.raises(DataError, match="--dim"):
+        verify(reference, reference, dim={"A": 2, "C": 3})
+    text = proto("g (string[2] x) => (string[2] y) { y = Identity(x) }")
+    with pytest.raises(UnsupportedError, match="--data"):
+        verify(text, text)
+
+
+def test_low_interfaces_and_low_references() -> None:
+    """The candidate's inputs may be 16-bit; a reference with 16-bit values is judged by its emulation too."""
+    low = proto("""g (float16[batch,4] x) => (float16[batch,4] y)
+        { [square] a = Mul(x, x)  [cube] b = Mul(a, x)  [root] c = Sqrt(b)  [out] y = Add(c, x) }""")
+    assert check(REFERENCE, low, SMALL).passed
+    same = check(low, low, SMALL)
+    assert same.passed
+    assert same.outputs[0].worst.exact
+
+
+def test_result_as_json() -> None:
+    result = check(REFERENCE, REFERENCE, SMALL)
+    text = json.dumps(result.to_dict(), allow_nan=False)
+    assert json.loads(text)["outputs"][0]["worst"]["snr"] == "inf"
+    assert json.loads(text)["passed"] is True
+    failed = json.loads(json.dumps(check(REFERENCE, LOW, LARGE).to_dict(), allow_nan=False))
+    assert failed["divergence"]["node"] == "cube"
+
+
+def test_many_samples_give_the_worst() -> None:
+    feeds = [{"x": np.full((1, 4), v, np.float32)} for v in (0.5, 0.33, 1.0, 0.7)]
+    result = check(REFERENCE, LOW, feeds)
+    single = [check(REFERENCE, LOW, [feed]).outputs[0].worst for feed in feeds]
+    assert result.samples == 4
+    assert result.outputs[0].worst.snr == min(one.snr for one in single)
+    assert result.outputs[0].sample == int(np.argmin([one.snr for one in single]))
+
+
+def test_conversions_verify(tmp_path: pathlib.Path) -> None:
+    """Our own conversion, from a file with synthesized inputs."""
+    rng = np.random.default_rng(0)
+    source = proto("g (float[batch,16] x) => (float[batch,8] y) { h = MatMul(x, w)  r = Relu(h)  y = MatMul(r, v) }")
+    for name, shape in (("w", (16, 32)), ("v", (32, 8))):
+        tensor = rng.standard_normal(shape).astype(np.float32) / 4
+        source.graph.initializer.append(numpy_helper.from_array(tensor, name))
+    onnx.save(source, tmp_path / "m.onnx")
+    result = onnxamp.convert(tmp_path / "m.onnx")
+    result.save(tmp_path / "low.onnx")
+    found = verify(tmp_path / "m.onnx", tmp_path / "low.onnx")
+    assert found.passed
+    assert found.precision == "fp16"
+    assert "made up" in found.data
+    assert "batch=1" in found.data
+    assert verify(ir.load(tmp_path / "m.onnx"), result.model, check_file=False).passed
+
+
+def test_evidence_needs_no_runtime_to_import() -> None:
+    code = "import sys; sys.modules['onnxruntime'] = None; import onnxamp.evidence, onnxamp.ort.session, onnxamp.ort.doctor"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    code += "; from onnxamp.ort.session import open_session; open_session(b'')"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert "RuntimeMissingError" in done.stderr
+    assert "onnxamp[cpu]" in done.stderr
