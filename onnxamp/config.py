@@ -28,8 +28,14 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise UsageError(f"{os.fspath(path)} is not valid TOML: {problem}.") from problem
 
 
-def check_names(found: Iterable[str], valid: Iterable[str], where: str) -> None:
+def check_names(found: Iterable[str], valid: Iterable[str], where: str, *, listing: str = "") -> None:
     """Refuse the first name that is not valid, and offer the nearest one that is.
+
+    Args:
+        found: The names given.
+        valid: The names that exist.
+        where: Where they were given.
+        listing: Where the valid names can be read, if there are too many to list.
 
     Raises:
         UsageError: A name is not valid.
@@ -38,7 +44,7 @@ def check_names(found: Iterable[str], valid: Iterable[str], where: str) -> None:
     for name in found:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(sorted(known))}."
+            remedy = f"did you mean {near[0]!r}?" if near else listing or f"valid are {', '.join(sorted(known))}."
             raise UsageError(f"Unknown key {name!r} in {where}; {remedy}")
 
 

@@ -44,12 +44,14 @@ class ConfiguredCommand(click.Command):
         Raises:
             UsageError: A name is no option of this command.
         """
-        raw = {name.replace("-", "_"): value for name, value in config.read(path).items()}
-        flags = {self.flag(param): param for param in self.params if param.name not in self.local}
-        names = {param.name or "": flag for flag, param in flags.items()}
-        by_flag = {flag.replace("-", "_"): param.name or "" for flag, param in flags.items()}
-        config.check_names(raw, [*names, *by_flag], os.fspath(path))
-        values = {by_flag.get(name, name): value for name, value in raw.items()}
+        raw = {name.replace("_", "-"): value for name, value in config.read(path).items()}
+        names = {
+            self.flag(param).replace("_", "-"): param.name or ""
+            for param in self.params
+            if param.name not in self.local
+        }
+        config.check_names(raw, names, os.fspath(path), listing=f"`onnxamp {self.name} --help` lists the options.")
+        values = {names[name]: value for name, value in raw.items()}
         for name in self.paths & values.keys():
             if isinstance(values[name], str):
                 values[name] = os.path.normpath(path.parent / values[name])

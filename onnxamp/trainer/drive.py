@@ -199,7 +199,7 @@ def export_best(run: Run, trainer: Trainer, history: History) -> None:
     """Write `model.onnx`: the best checkpoint's parameters, or the last ones where nothing was evaluated."""
     best = run.checkpoint_folder / "best.safetensors"
     chosen = Trainer.load(best, trainer.provider) if history.best and best.is_file() else trainer
-    chosen.export(run.model_path)
+    chosen.export(run.model_path, overwrite=True)
 
 
 def summary(run: Run, trainer: Trainer, history: History, console: Console) -> None:
@@ -211,6 +211,9 @@ def summary(run: Run, trainer: Trainer, history: History, console: Console) -> N
     shown = Path(os.path.relpath(run.folder)) if run.folder.is_absolute() else run.folder
     rate = history.rows / history.seconds if history.seconds else 0.0
     skipped = f", {history.skipped} skipped" if history.skipped else ""
+    if not history.losses and history.reason == "done":
+        say(f"nothing left to do: the run has its {history.steps} steps; --epochs or --steps goes further")
+        return
     say(
         f"{history.steps} steps{skipped} in {amount(history.seconds)} ({rate:,.0f} rows/s)"
         + ("" if history.reason in ("done", INTERRUPTED) else f"; stopped early: {history.reason}")

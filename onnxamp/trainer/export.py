@@ -69,8 +69,5 @@ def write_state_dict(run: Run, trainer: Trainer, path: Path, weights: str = "mas
             f"{run.folder} does not know the framework's names: begin the run with --like original.safetensors."
         )
     names = state_dict.Names.load(run.names_path)
-    with tempfile.TemporaryDirectory(prefix="onnxamp-") as folder:
-        model = Path(folder) / "model.onnx"
-        trainer.export(model, weights=weights)
-        state_dict.export(names, state_dict.initializers(load(model)), path)
+    state_dict.export(names, state_dict.initializers(trainer.inference_model(weights=weights)), path)
     return names
