@@ -68,7 +68,7 @@ def page(code: str) -> str:
         "References": entry.references,
     }
     body = "\n\n".join(f"## {heading}\n\n{text.strip()}" for heading, text in sections.items())
-    return f"# {code}: {entry.title}\n\n{body}\n"
+    return f"# {code.upper()}: {entry.title}\n\n{body}\n"
 
 
 def write(folder: str | os.PathLike[str]) -> None:

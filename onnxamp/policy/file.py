@@ -1,0 +1,57 @@
+"""Policy files: the decision for every node as TOML, to read, edit and give back.
+
+    [nodes]
+    "/encoder/attention/Softmax" = "fp32"  # AMP101 sensitive operator
+    "/encoder/attention/MatMul" = "low"    # AMP002 heavy operator
+
+A key is a node's name or a pattern, as for --keep; a value is ``fp32`` or ``low`` (or the name of the 16-bit type).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+
+from onnxamp import config
+from onnxamp.dtypes import BY_NAME
+from onnxamp.errors import UsageError
+from onnxamp.policy.pages import title
+from onnxamp.policy.plan import Plan
+from onnxamp.policy.user import label
+
+
+def read_policy(path: str | os.PathLike[str]) -> tuple[tuple[str, str], ...]:
+    """The (pattern, ``fp32`` or ``low``) pairs of a policy file.
+
+    Raises:
+        UsageError: The file cannot be read, is not TOML, or holds something else.
+    """
+    content = config.read(path)
+    where = os.fspath(path)
+    config.check_names(content, ["nodes"], where)
+    nodes = content.get("nodes", {})
+    if not isinstance(nodes, dict):
+        raise UsageError(f"'nodes' in {where} is no table: write [nodes] and one line a node.")
+    pairs = []
+    for pattern, precision in nodes.items():
+        if precision not in ("low", *BY_NAME):
+            raise UsageError(f"{pattern!r} in {where} is {precision!r}: use fp32 or low.")
+        pairs.append((pattern, "fp32" if precision == "fp32" else "low"))
+    return tuple(pairs)
+
+
+def write_policy(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the decision for every node of `plan`, with its reason as a comment."""
+    options = plan.options
+    lines = [f"# level {options.level}, {options.dtype}, target {options.target}", "", "[nodes]"]
+    seen = set()
+    for node, decision in plan.nodes.items():
+        name = label(node)
+        if name in seen:
+            continue
+        seen.add(name)
+        value = "fp32" if decision.precision == "fp32" else "low"
+        key = json.dumps(name, ensure_ascii=False).replace("\x7f", "\\u007f")
+        lines.append(f'{key} = "{value}"  # {node.op_type}: {decision.code} {title(decision.code)}')
+    pathlib.Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
