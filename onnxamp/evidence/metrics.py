@@ -111,11 +111,11 @@ def _compare(reference: Array, candidate: Array) -> Difference:
         return Difference(reference.size, mismatches=int(np.count_nonzero(reference != candidate)), discrete=True)
     r, c = reference.astype(np.float64), candidate.astype(np.float64)
     fine_r, fine_c = np.isfinite(r), np.isfinite(c)
-    counts = {"nan": 0, "inf": 0, "lost": 0}
+    nan = inf = lost = 0
     if not (fine_r.all() and fine_c.all()):
-        counts["nan"] = int(np.count_nonzero(np.isnan(c) & ~np.isnan(r)))
-        counts["inf"] = int(np.count_nonzero(np.isinf(c) & (r != c) & ~np.isnan(r)))
-        counts["lost"] = int(np.count_nonzero(fine_c & ~fine_r)) + int(np.count_nonzero(np.isinf(c) & np.isnan(r)))
+        nan = int(np.count_nonzero(np.isnan(c) & ~np.isnan(r)))
+        inf = int(np.count_nonzero(np.isinf(c) & (r != c) & ~np.isnan(r)))
+        lost = int(np.count_nonzero(fine_c & ~fine_r)) + int(np.count_nonzero(np.isinf(c) & np.isnan(r)))
         both = fine_r & fine_c
         rf, cf = r[both], c[both]
     else:
@@ -130,7 +130,9 @@ def _compare(reference: Array, candidate: Array) -> Difference:
         cosine=_cosine(rf, cf),
         snr=_snr(rf, error),
         top1=_top1(r, c),
-        **counts,
+        nan=nan,
+        inf=inf,
+        lost=lost,
     )
 
 

@@ -73,6 +73,7 @@ class _Emulation:
         self.low: dict[ir.Value, ir.DataType] = {}
         self.rounded: dict[ir.Value, ir.Value] = {}  # fp32 value → its 16-bit twin, where one exists
         self.names: set[str] = set()
+        self.node_names = {node.name for node in model.graph.all_nodes()}
         for graph in model.graphs():
             for value in itertools.chain(graph.inputs, graph.initializers.values(), *(node.outputs for node in graph)):
                 self.names.add(value.name or "")
@@ -109,14 +110,19 @@ class _Emulation:
         else:
             self.attributes(node)
         for value in low:
-            read = bool(value.uses()) or value.is_graph_output()
             if not known or node.op_type == "Cast":
-                if read:
+                if self.is_read(value):
                     self.bring_back(node, value)
-            elif not read or _moves(node):
+            elif _moves(node) or not (value.uses() or value.is_graph_output()):
                 self.widen(value)
             else:
                 self.round(node, value)
+
+    def is_read(self, value: ir.Value) -> bool:
+        """Whether anything but a Cast or the interface reads a value that stays 16 bits."""
+        if value.is_graph_output() and value.graph is not self.graph:
+            return True
+        return any(user.op_type != "Cast" for user in value.consumers())
 
     def round(self, node: ir.Node, value: ir.Value) -> None:
         """``value`` becomes the exact fp32 result; Cast → 16 bits → Cast follow, and readers take the last."""
@@ -126,7 +132,7 @@ class _Emulation:
         self.rename(value, f"{name}/exact")
         low, back = self.like(value, kind, f"{name}/low"), self.like(value, ir.DataType.FLOAT, name)
         _redirect(value, back)
-        node.append([_cast(value, low, kind), _cast(low, back, ir.DataType.FLOAT)])
+        node.append([self.cast(value, low, kind), self.cast(low, back, ir.DataType.FLOAT)])
         self.rounded[back] = low
 
     def bring_back(self, node: ir.Node, value: ir.Value) -> None:
@@ -135,7 +141,7 @@ class _Emulation:
         self.rename(value, f"{name}/low")
         back = self.like(value, ir.DataType.FLOAT, name)
         _redirect(value, back)
-        node.append(_cast(value, back, ir.DataType.FLOAT))
+        node.append(self.cast(value, back, ir.DataType.FLOAT))
         self.rounded[back] = value
 
     def keep_operands(self, node: ir.Node) -> None:
@@ -156,7 +162,7 @@ class _Emulation:
         name = value.name or ""
         self.rename(value, f"{name}/castlike")
         out = self.like(value, kind, name)
-        cast = _cast(node.inputs[0], out, kind)
+        cast = self.cast(node.inputs[0], out, kind)
         cast.name, cast.doc_string = node.name, node.doc_string
         cast.metadata_props.update(node.metadata_props)
         _redirect(value, out)
@@ -200,11 +206,7 @@ class _Emulation:
 
     def unique(self, name: str) -> str:
         """`name`, with a number behind it if it is taken."""
-        free = (
-            name
-            if name not in self.names
-            else next(f"{name}_{i}" for i in itertools.count(1) if f"{name}_{i}" not in self.names)
-        )
+        free = _free(name, self.names)
         self.names.add(free)
         return free
 
@@ -212,6 +214,18 @@ class _Emulation:
         """Give `value` another name and free its own."""
         self.names.discard(value.name or "")
         value.name = self.unique(name)
+
+    def cast(self, value: ir.Value | None, out: ir.Value, kind: ir.DataType) -> ir.Node:
+        """A new Cast node with a name of its own (ONNX Runtime refuses two nodes of one name)."""
+        return ir.Node(
+            "", "Cast", [value], [ir.AttrInt64("to", int(kind))], outputs=[out], name=self.node_name(f"{out.name}/cast")
+        )
+
+    def node_name(self, name: str) -> str:
+        """`name`, with a number behind it if a node has it."""
+        free = _free(name, self.node_names)
+        self.node_names.add(free)
+        return free
 
     # -- interface --------------------------------------------------------------------------------------------------
 
@@ -224,7 +238,7 @@ class _Emulation:
                 continue
             if value not in visible:
                 self.widen(value)
-            elif value.uses():
+            elif self.is_read(value):
                 up = self.conversion(value, f"{value.name}/fp32", ir.DataType.FLOAT)
                 _redirect(value, up.outputs[0], except_for=up, outputs=False)
                 front.append(up)
@@ -251,7 +265,7 @@ class _Emulation:
         """A node that takes `value` of the interface, tensor or sequence, to or from 16 bits."""
         if isinstance(value.type, ir.TensorType):
             out = self.like(value, kind, name)
-            return _cast(value, out, kind)
+            return self.cast(value, out, kind)
         opset = self.model.opset_imports.get("", 1)
         if not isinstance(value.type, ir.SequenceType) or opset < 17:
             raise UnsupportedError(
@@ -261,11 +275,18 @@ class _Emulation:
         element = self.like(value, value.type.elem_type.dtype, f"{name}/element")
         cast = self.like(value, kind, f"{name}/cast")
         body = ir.Graph(
-            [element], [cast], nodes=[_cast(element, cast, kind)], name=f"{name}/body", opset_imports={"": opset}
+            [element], [cast], nodes=[self.cast(element, cast, kind)], name=f"{name}/body", opset_imports={"": opset}
         )
         out = self.like(value, kind, name)
         out.type = ir.SequenceType(ir.TensorType(kind))
-        return ir.Node("", "SequenceMap", [value], [ir.AttrGraph("body", body)], outputs=[out], name=out.name)
+        return ir.Node(
+            "",
+            "SequenceMap",
+            [value],
+            [ir.AttrGraph("body", body)],
+            outputs=[out],
+            name=self.node_name(f"{out.name}/cast"),
+        )
 
 
 def _moves(node: ir.Node) -> bool:
@@ -279,8 +300,11 @@ def _moves(node: ir.Node) -> bool:
     return True
 
 
-def _cast(value: ir.Value | None, out: ir.Value, kind: ir.DataType) -> ir.Node:
-    return ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(kind))], outputs=[out], name=f"{out.name}/cast")
+def _free(name: str, taken: set[str] | set[str | None]) -> str:
+    """`name`, or the first of ``name_1``, ``name_2``... that is not taken."""
+    if name not in taken:
+        return name
+    return next(other for i in itertools.count(1) if (other := f"{name}_{i}") not in taken)
 
 
 def _redirect(value: ir.Value, to: ir.Value, *, except_for: ir.Node | None = None, outputs: bool = True) -> None:

@@ -266,3 +266,19 @@ def test_element_types_in_attributes() -> None:
     got = evaluate(result, {"x": np.eye(4, 8, dtype=np.float16), "s": np.ones(8, np.float16), "d": np.array([2, 3])})
     np.testing.assert_array_equal(got["f"], np.full((2, 3), np.array(15361, np.uint16).view(np.float16)))
     np.testing.assert_array_equal(got["eye"], np.eye(4, 8, dtype=np.float16))
+
+
+def test_emulating_twice_adds_nothing() -> None:
+    """A 16-bit value between two Casts rounds already; node names stay unique, which ONNX Runtime insists on."""
+    source = model("""g (float16[2] x, float[2] z) => (float16[2] r, float[2] s)
+        { a = Mul(x, x)  b = Exp(a)  r = Relu(b)  c = Cast <to = 16> (z)  s = Cast <to = 1> (c) }""")
+    once = emulated(source)
+    twice = emulated(once)
+    assert len(twice.graph) == len(once.graph)
+    feeds = {"x": np.array([0.1, 2], np.float16), "z": np.array([1.2345, 1e9], np.float32)}
+    first, second = evaluate(once, feeds), evaluate(twice, feeds)
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name])
+    named = model('g (float16[2] x) => (float16[2] r) { ["a/low/cast"] a = Mul(x, x)  r = Exp(a) }')
+    names = [node.name for node in emulated(named).graph if node.name]
+    assert len(names) == len(set(names))

@@ -1,0 +1,210 @@
+"""The commands on models, as a user meets them: output, files, exit codes."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper, parser
+
+from onnxamp import cli
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> Run:
+    """Run `onnxamp` with arguments in an empty folder; gives exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["onnxamp", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(stop.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture
+def model(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A small network with a Softmax between two layers."""
+    rng = np.random.default_rng(0)
+    text = """<ir_version: 10, opset_import: ["": 20], producer_name: "here">
+        g (float[batch,16] x) => (float[batch,8] y)
+        { [first] h = MatMul(x, w)  [act] r = Relu(h)  [soft] s = Softmax(r)  [last] y = MatMul(s, v) }"""
+    proto = parser.parse_model(text)
+    for name, shape in (("w", (16, 64)), ("v", (64, 8))):
+        proto.graph.initializer.append(numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name))
+    onnx.save(proto, tmp_path / "net.onnx")
+    return tmp_path / "net.onnx"
+
+
+def test_convert_writes_beside_the_input_and_ends_with_a_table(run: Run, model: pathlib.Path) -> None:
+    code, out, err = run("convert", "net.onnx")
+    assert (code, err) == (0, "")
+    assert model.with_name("net.O2.fp16.onnx").exists()
+    for text in ("net.O2.fp16.onnx", "2 of 2 in 16 bits", "Casts added", "weights", "traffic", "batch=1", "AMP101 (1)"):
+        assert text in out
+    code, _, err = run("convert", "net.onnx")
+    assert code == 2
+    assert "--force" in err
+    assert run("convert", "net.onnx", "--force")[0] == 0
+    assert run("convert", "net.onnx", "--level", "O1", "--dtype", "bf16")[0] == 0
+    assert model.with_name("net.O1.bf16.onnx").exists()
+    assert run("convert", "net.onnx", "--level", "auto")[0] == 0
+    assert model.with_name("net.O1.fp16.onnx").exists()
+
+
+def test_convert_json_reports_and_choices(run: Run, model: pathlib.Path) -> None:
+    code, out, _ = run("convert", "net.onnx", "-o", "a.onnx", "--json", "--report", "a.json", "--keep", "first")
+    assert code == 0
+    found = json.loads(out)
+    assert found["heavy"] == {"low": 1, "all": 2}
+    assert found["output"] == "a.onnx"
+    nodes = {row["node"]: row for row in json.loads(pathlib.Path("a.json").read_text())["nodes"]}
+    assert set(nodes) == {"first", "act", "soft", "last"}
+    assert nodes["first"]["precision"] == "fp32"
+    assert nodes["first"]["code"].startswith("AMP4")
+    assert nodes["last"]["precision"] == "fp16"
+    code, out, _ = run("convert", "net.onnx", "-o", "b.onnx", "--json", "--io", "low", "--dim", "batch=32")
+    assert json.loads(out)["dims"] == {"batch": 32}
+    assert onnx.load("b.onnx").graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16
+
+
+def test_convert_verifies(run: Run, model: pathlib.Path) -> None:
+    np.savez("data.npz", x=np.random.default_rng(1).standard_normal((5, 16)).astype(np.float32))
+    code, out, _ = run("convert", "net.onnx", "--verify", "--data", "data.npz")
+    assert code == 0
+    assert "PASSED: fp16 emulated strictly, 1 sample from data.npz." in out
+    code, _, err = run("convert", "net.onnx", "-o", "b.onnx", "--data", "data.npz")
+    assert code == 2
+    assert "--verify" in err
+
+
+def test_convert_refuses_what_it_cannot_read(run: Run, model: pathlib.Path) -> None:
+    pathlib.Path("bad.onnx").write_bytes(model.read_bytes()[:100])
+    cases = {
+        ("none.onnx",): 2,
+        ("bad.onnx",): 3,
+        ("net.onnx", "--dim", "batch"): 2,
+        ("net.onnx", "--report", "r.txt"): 2,
+        ("net.onnx", "--io", "x"): 2,
+        ("net.onnx", "--level", "O7"): 2,
+        ("net.onnx", "--policy", "none.toml"): 2,
+    }
+    for arguments, want in cases.items():
+        code, out, err = run("convert", *arguments)
+        assert (code, out) == (want, ""), arguments
+        assert "Traceback" not in err
+        assert err.strip().startswith(("Error: ", "Usage: "))
+    assert sorted(path.name for path in pathlib.Path().glob("*.onnx")) == ["bad.onnx", "net.onnx"]
+
+
+def test_inspect(run: Run, model: pathlib.Path) -> None:
+    code, out, _ = run("inspect", "net.onnx")
+    assert code == 0
+    for text in (
+        "here",
+        "ai.onnx 20",
+        "2 MatMul fp32",
+        "4 fp32",
+        "6.14 kB fp32",
+        "x      fp32  [batch, 16]",
+        "Softmax",
+    ):
+        assert text in out
+    run("convert", "net.onnx", "-o", "low.onnx")
+    found = json.loads(run("inspect", "low.onnx", "--json")[1])
+    assert found["converted"]["level"] == "O2"
+    assert found["weights"] == {"fp16": 3072}
+    assert found["heavy"] == {"MatMul fp16": 2}
+    assert found["nodes"] == 4 + sum(found["casts"].values())
+
+
+def test_explain(run: Run, model: pathlib.Path) -> None:
+    code, out, _ = run("explain", "amp101")
+    assert code == 0
+    assert out.startswith("# AMP101")
+    assert run("explain", "AMP999")[0] == 2
+    run("convert", "net.onnx", "-o", "low.onnx")
+    code, out, _ = run("explain", "low.onnx", "soft")
+    assert code == 0
+    assert "AMP101" in out
+    assert "Softmax" in out
+    by_node = json.loads(run("explain", "low.onnx", "last", "--json")[1])
+    assert (by_node["precision"], by_node["code"]) == ("fp16", "AMP002")
+    by_value = json.loads(run("explain", "low.onnx", "y", "--json")[1])
+    assert by_value["op_type"] == "Cast"
+    planned = json.loads(run("explain", "net.onnx", "last", "--level", "O0", "--json")[1])
+    assert (planned["precision"], planned["code"]) == ("fp32", "AMP001")
+    code, _, err = run("explain", "net.onnx", "sotf")
+    assert code == 2
+    assert "near it: soft" in err
+    assert run("explain", "low.onnx", "soft", "--level", "O1")[0] == 2
+    assert run("explain", "a", "b", "c")[0] == 2
+
+
+def test_emulate_and_verify(run: Run, model: pathlib.Path) -> None:
+    run("convert", "net.onnx", "-o", "low.onnx")
+    code, out, _ = run("emulate", "low.onnx", "-o", "twin.onnx")
+    assert code == 0
+    assert "Casts added" in out
+    assert run("emulate", "low.onnx", "-o", "twin.onnx")[0] == 2
+    kinds = {v.type.tensor_type.elem_type for v in onnx.load("twin.onnx").graph.input}
+    assert kinds == {onnx.TensorProto.FLOAT}
+    code, out, _ = run("verify", "net.onnx", "twin.onnx", "--samples", "2", "--tolerance", "snr=30,cosine=0.999")
+    assert code == 0
+    assert "2 samples made up" in out
+    code, out, _ = run("verify", "net.onnx", "low.onnx", "--tolerance", "snr=200", "--json")
+    assert code == 1
+    found = json.loads(out)
+    assert not found["passed"]
+    assert found["divergence"]["node"] in ("first", "act", "soft", "last")
+    code, out, _ = run("verify", "net.onnx", "low.onnx", "--tolerance", "snr=200")
+    assert code == 1
+    assert "snr" in out
+    assert "FAILED (1 of 1 outputs)" in out
+    assert "First at node" in out
+    assert run("verify", "net.onnx", "low.onnx", "--data", "none.npz")[0] == 2
+    assert run("verify", "net.onnx", "low.onnx", "--tolerance", "snr")[0] == 2
+    assert run("verify", "net.onnx", "low.onnx", "--provider", "cuda")[0] == 5
+
+
+COMMANDS = ["convert", "inspect", "explain", "verify", "emulate", "doctor"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example(name: str, run: Run) -> None:
+    code, out, _ = run(name, "--help")
+    assert code == 0
+    assert "Example:" in out
+    assert f"onnxamp {name} " in out.partition("Example:")[2] + " "
+    assert "--json" in out
+
+
+def test_no_runtime_is_imported(run: Run, model: pathlib.Path) -> None:
+    """convert, inspect and explain work where none is installed."""
+    code = """
+import sys
+sys.modules["onnxruntime"] = None
+from onnxamp import cli
+for arguments in (["convert", "net.onnx", "--force"], ["inspect", "net.onnx"], ["explain", "net.onnx", "soft"],
+                  ["emulate", "net.O2.fp16.onnx", "-o", "twin.onnx"], ["verify", "net.onnx", "net.O2.fp16.onnx"]):
+    sys.argv = ["onnxamp", *arguments]
+    try:
+        cli.main()
+    except SystemExit as stop:
+        print("exit", arguments[0], stop.code or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=model.parent, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("exit ")]
+    assert lines == ["exit convert 0", "exit inspect 0", "exit explain 0", "exit emulate 0", "exit verify 5"]
+    assert "onnxamp[cpu]" in done.stderr
