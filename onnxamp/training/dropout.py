@@ -181,7 +181,11 @@ def ratio(op: Fragment, node: ir.Node) -> float:
     """
     if len(node.inputs) < 2 or node.inputs[1] is None:
         return 0.5
-    value = op.known(node.inputs[1])
+    source = node.inputs[1]
+    cast = source.producer()
+    if cast is not None and cast.op_type == "Cast" and cast.inputs[0] is not None:  # the precision of the node
+        source = cast.inputs[0]
+    value = op.known(source)
     if value is None:
         raise UnsupportedError(f"The ratio of Dropout {node.name!r} is computed in the graph: make it a constant.")
     return float(value)
