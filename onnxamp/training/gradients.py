@@ -71,8 +71,9 @@ class _Graph:
         self.task = task
         self.model = task.model.clone()
         graph = self.model.graph
-        self.outputs = {str(value.name): value for value in graph.outputs}
-        graph.outputs[:] = [self.outputs[name] for name in outputs]
+        values = {str(value.name): value for value in graph.outputs}
+        graph.outputs[:] = [values[name] for name in outputs]
+        self.prediction = values[task.prediction]
         self.inputs: list[Port] = []
         self.results: list[Port] = []
         for value in graph.inputs:
@@ -105,7 +106,7 @@ class _Graph:
         """The loss block, what it expects, and the FP32 value that it reads."""
         op, task = self.op, self.task
         op.section("loss")
-        prediction = op.cast(self.outputs[task.prediction], FLOAT)
+        prediction = op.cast(self.prediction, FLOAT)
         rows = op.count(self.rows, [0])
         count = rows if isinstance(rows, ir.Value) else op.number(rows)
         if isinstance(task.loss, ModelOutput):
@@ -160,7 +161,7 @@ def eval_graph(task: Task, statistics: Sequence[str] = (), file: str = "eval.onn
 
 def grad_graph(task: Task) -> GradGraph:
     """Forward, loss, backward, accumulation."""
-    built = _Graph(task, [])
+    built = _Graph(task, [task.prediction])
     op, graph = built.op, built.model.graph
     first = built.take("amp.first", BOOL, (), "host", "first")
     scale = built.take("amp.loss_scale", FLOAT, (), "tensor", "scalars/loss_scale")
@@ -172,6 +173,7 @@ def grad_graph(task: Task) -> GradGraph:
         if node.op_type == "BatchNormalization" and node.domain == "" and node.name in task.trained_norms
     ]
     graph.sort()
+    built.prediction = graph.outputs.pop()  # another value if the last node was replaced
     op = built.op = Fragment(graph)  # knows nothing of nodes that are gone
     terms, labels, prediction = built.loss()
     op.section("loss")
