@@ -56,7 +56,7 @@ def _tree(expression: str) -> ast.expr | None:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError):
         return None
-    return tree if isinstance(tree, ast.BinOp | ast.Call) and _understood(tree) else None
+    return tree if not isinstance(tree, ast.Name) and _understood(tree) else None
 
 
 def _key(name: str) -> str:
@@ -65,6 +65,8 @@ def _key(name: str) -> str:
 
 def _understood(tree: ast.expr) -> bool:
     if isinstance(tree, ast.BinOp):
+        if isinstance(tree.op, ast.Div) and isinstance(tree.right, ast.Name):
+            return False  # a name with slashes
         return type(tree.op) in _OPERATIONS and _understood(tree.left) and _understood(tree.right)
     if isinstance(tree, ast.UnaryOp):
         return isinstance(tree.op, ast.USub) and _understood(tree.operand)
