@@ -22,7 +22,7 @@ class Region:
 
 
 def regions(side: Side) -> list[Region]:
-    """Connected components of fp32 nodes that at least one Cast joins to 16-bit values, in order of their first node.
+    """Connected components of fp32 nodes that at least one Cast joins to 16-bit nodes, in order of their first node.
 
     Two nodes are connected if one reads a result of the other, or both read the same fp32 result of a Cast. Nodes whose
     operands and results are of several types belong to no island.
@@ -56,10 +56,10 @@ def regions(side: Side) -> list[Region]:
         read = cast.inputs[0]
         assert read is not None
         if cast.attributes["to"].as_int() in LOW:
-            if (producer := read.producer()) in parent:
+            if (producer := read.producer()) in parent and _reaches_low(side, cast):
                 assert producer is not None
                 leaving.setdefault(find(producer), []).append(cast)
-        elif read.dtype in LOW or read.dtype is None:
+        elif side.root(read).dtype in LOW:
             owners = [find(reader) for reader in cast.outputs[0].consumers() if reader in parent]
             for owner in dict.fromkeys(owners):
                 entering.setdefault(owner, []).append(cast)
@@ -71,6 +71,12 @@ def regions(side: Side) -> list[Region]:
         for owner, nodes in members_of.items()
         if owner in entering or owner in leaving
     ]
+
+
+def _reaches_low(side: Side, cast: ir.Node) -> bool:
+    """Whether something but a Cast reads a Cast's result: a round trip through 16 bits bounds no island."""
+    result = cast.outputs[0]
+    return result.is_graph_output() or any(not side.is_cast(reader) for reader in result.consumers())
 
 
 def island(side: Side, region: Region, change: Change) -> Island:

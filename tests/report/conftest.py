@@ -27,9 +27,9 @@ class Browser:
         read_theirs, write_ours = os.pipe()
         self._send, self._receive = write_ours, os.fdopen(read_ours, "rb")
         flags = "--headless --no-sandbox --disable-gpu --remote-debugging-pipe --no-first-run --disable-dev-shm-usage"
+        redirect = f'exec "$0" "$@" 3<&{read_theirs} 4>&{write_theirs}'
         self.process = subprocess.Popen(
-            ["sh", "-c", f'exec "$0" "$@" 3<&{read_theirs} 4>&{write_theirs}', executable, *flags.split()]
-            + [f"--user-data-dir={profile}", "about:blank"],
+            ["sh", "-c", redirect, executable, *flags.split(), f"--user-data-dir={profile}", "about:blank"],
             pass_fds=(read_theirs, write_theirs),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
