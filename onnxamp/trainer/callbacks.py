@@ -130,6 +130,10 @@ class Checkpoints(Callback):
         """Where the best checkpoint lies, if there is one."""
         return self.folder / "best.safetensors"
 
+    def on_start(self, loop: Loop) -> None:
+        for unfinished in self.folder.glob(".*.part"):  # of a process that was killed while it wrote
+            unfinished.unlink(missing_ok=True)
+
     def on_window(self, loop: Loop, window: Window) -> None:
         if self.every is not None and loop.windows % self.every == 0:
             self.save(loop)

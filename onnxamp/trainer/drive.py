@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -208,7 +207,7 @@ def summary(run: Run, trainer: Trainer, history: History, console: Console) -> N
     def say(text: str, style: str = "") -> None:
         console.print(Text(text, style=style), soft_wrap=True)
 
-    shown = Path(os.path.relpath(run.folder)) if run.folder.is_absolute() else run.folder
+    shown = run.folder
     rate = history.rows / history.seconds if history.seconds else 0.0
     skipped = f", {history.skipped} skipped" if history.skipped else ""
     if not history.losses and history.reason == "done":

@@ -1,0 +1,220 @@
+"""`onnxamp diagnose`: where numbers stop being finite or stop fitting their type, forward and backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from onnxamp.trainer.diagnose import BadData, Diagnosis
+    from onnxamp.trainer.observe import Observed
+
+_COLUMNS = ("value", "node", "half", "type", "smallest", "largest", "NaN", "Inf", "overflow", "underflow")
+
+
+@click.command(
+    epilog="""Example:
+
+\b
+    onnxamp diagnose run --data train.npz
+    onnxamp diagnose model.onnx --data samples.npz --levels O0,O2,O3
+    onnxamp diagnose model.onnx --data train.npz --loss cross_entropy --report diagnosis.html"""
+)
+@click.argument("source", metavar="RUN|MODEL")
+@click.option("--data", required=True, help=".npz file or folder of .npy or .npz; columns are named like the inputs.")
+@click.option("--column", multiple=True, metavar="INPUT=NAME", help="The data call this input NAME; repeatable.")
+@click.option("--loss", metavar="NAME", help="With MODEL: look at loss and backward too, as `onnxamp train` would.")
+@click.option("--levels", metavar="L,L,...", help="Levels to compare.  [default: the run's; of a model O2]")
+@click.option(
+    "--dtype", type=click.Choice(["fp16", "bf16"]), help="The 16-bit type.  [default: the run's; of a model fp16]"
+)
+@click.option("--checkpoint", help="Of a run: best, last (default), or a checkpoint's file.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Rows of a micro-batch.")
+@click.option("--rows", type=click.IntRange(min=1), default=64, show_default=True, help="Rows to look at.")
+@click.option("--top", type=click.IntRange(min=1), default=15, show_default=True, help="Rows of the table.")
+@click.option("--report", type=click.Path(dir_okay=False), help="Write a page with all values (.html).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--force", is_flag=True, help="Overwrite the page.")
+def command(
+    source: str,
+    data: str,
+    column: tuple[str, ...],
+    loss: str | None,
+    levels: str | None,
+    dtype: str | None,
+    checkpoint: str | None,
+    batch_size: int,
+    rows: int,
+    top: int,
+    report: str | None,
+    as_json: bool,
+    force: bool,
+) -> int:
+    """Name the first node whose value is NaN, infinite or too large for its type, and show every node's range.
+
+    Exit code 1 if there is such a node or such data.
+    """
+    from pathlib import Path
+
+    from onnxamp import console
+    from onnxamp.errors import UsageError
+    from onnxamp.trainer.diagnose import ranked
+
+    if report and Path(report).exists() and not force:
+        raise UsageError(f"{report} exists; choose another name or add --force.")
+    with console.progress(f"looking at {source}"):
+        bad_data, found = _look(source, data, column, loss, levels, dtype, checkpoint, batch_size, rows)
+    if report:
+        Path(report).write_text(_page(source, data, bad_data, found), encoding="utf-8")
+    if as_json:
+        shown = [{"column": bad.column, "rows": list(bad.rows), "nan": bad.nan} for bad in bad_data]
+        console.print_json({"data": shown, "levels": [diagnosis.to_json() for diagnosis in found]})
+    else:
+        for bad in bad_data:
+            click.echo(f"data  {bad}")
+        for diagnosis in found:
+            click.echo(diagnosis.verdict())
+        for diagnosis in found:
+            worst = ranked(diagnosis.values)[:top]
+            if worst:
+                title = (
+                    f"{diagnosis.level} {diagnosis.dtype}: {len(diagnosis.bad)} bad values of {len(diagnosis.values)}"
+                )
+                table = [[str(cell) for cell in _row(row)] for row in worst]
+                console.show("", console.grid(_COLUMNS, table, right=(4, 5, 6, 7, 8, 9), title=title))
+        if report:
+            click.echo(f"page  {report}")
+    return 1 if bad_data or any(diagnosis.bad for diagnosis in found) else 0
+
+
+def _look(
+    source: str,
+    data: str,
+    column: tuple[str, ...],
+    loss: str | None,
+    levels: str | None,
+    dtype: str | None,
+    checkpoint: str | None,
+    batch_size: int,
+    rows: int,
+) -> tuple[list[BadData], list[Diagnosis]]:
+    """Bad rows of the data, and a diagnosis per level."""
+    from pathlib import Path
+
+    from onnxamp.commands._configured import pairs
+    from onnxamp.errors import AmpError, UsageError
+    from onnxamp.model import io
+    from onnxamp.trainer import diagnose
+    from onnxamp.trainer.arenas import numpy_dtype
+    from onnxamp.trainer.batches import bind
+    from onnxamp.trainer.checkpoint import read
+    from onnxamp.trainer.data import Field, open_data
+    from onnxamp.trainer.predict import model_fields
+    from onnxamp.trainer.run import Run
+    from onnxamp.training import build
+    from onnxamp.training.bundle import Bundle
+
+    is_run = Path(source).is_dir()
+    if is_run and loss:
+        raise UsageError("--loss is for a MODEL; a run has its own.")
+    if not is_run and checkpoint:
+        raise UsageError("--checkpoint is for a run, and this is a model.")
+    own = None
+    state: Any = {}
+    if is_run:
+        run = Run.open(source)
+        own = Bundle.load(run.bundle_path)
+        newest = run.newest() if checkpoint is None else run.checkpoint(checkpoint)
+        state = own.state if newest is None else read(newest)[0]
+        options = dict(own.manifest.options)
+    else:
+        options = {"loss": loss, "optimizer": "sgd", "level": "O2", "dtype": "fp16"}
+    kind = dtype or options["dtype"]
+    wanted = levels.split(",") if levels else [options["level"]]
+    for level in wanted:
+        if level not in ("O0", "OD", "O1", "O2", "O3"):
+            raise UsageError(f"--levels takes O0, OD, O1, O2 and O3 with commas between them, not {level!r}.")
+    model = own.model if own is not None else io.load(source)
+    bundles: dict[str, Bundle | str] = {}
+    if own is not None or loss:
+        for level in wanted:
+            if own is not None and (level, kind) == (own.manifest.level, own.manifest.dtype):
+                bundles[level] = own
+                continue
+            try:
+                bundles[level] = build(model, **{**options, "level": level, "dtype": kind})
+            except AmpError as problem:
+                if len(wanted) == 1:
+                    raise
+                bundles[level] = str(problem)
+    training = next((bundle for bundle in bundles.values() if isinstance(bundle, Bundle)), None)
+    if training is not None:
+        ports = training.manifest.graphs["grad"].of_kind("data", "labels", "weights")
+        fields = tuple(Field(port.name, numpy_dtype(port.dtype), port.shape) for port in ports)
+    else:
+        fields = model_fields(source)
+    binding = bind(open_data(data), fields, columns=pairs(column, "--column"), optional=("weights",))
+    bad_data = diagnose.bad_rows(binding)
+    batches = diagnose.chosen_batches(binding, batch_size, rows, [row for bad in bad_data for row in bad.rows])
+    found = []
+    for level in wanted:
+        bundle = bundles.get(level)
+        if bundle is None:
+            found.append(diagnose.diagnose_model(model, batches, level, kind))
+        elif isinstance(bundle, str):
+            found.append(diagnose.Diagnosis(level, kind, (), bundle))
+        else:
+            start = state if bundle is own else diagnose.with_state(bundle, state)
+            found.append(diagnose.diagnose_bundle(bundle, start, batches))
+    return bad_data, found
+
+
+def _row(row: Observed) -> list[str | int]:
+    import math
+
+    from onnxamp import console
+
+    lost = f"{row.underflow:.2%}" if row.underflow else ""
+    return [
+        row.value,
+        f"{row.op} {row.node}" if row.node != row.value else row.op,
+        "backward" if row.backward else "forward",
+        row.precision,
+        console.number(row.absmin) if math.isfinite(row.absmin) else "",
+        console.number(row.absmax) if row.absmax else "",
+        row.nan or "",
+        row.inf or "",
+        row.overflow or "",
+        lost,
+    ]
+
+
+def _page(source: str, data: str, bad_data: list[BadData], found: list[Diagnosis]) -> str:
+    """All values of all levels as a page."""
+    from onnxamp.report import Note, Section, Table, page
+
+    bad = bad_data or any(diagnosis.bad for diagnosis in found)
+    lines = [f"Data: {problem}." for problem in bad_data] + [f"{diagnosis.verdict()}." for diagnosis in found]
+    sections: list[Section] = [Note(lines, "Verdict", "bad" if bad else "good")]
+    if len(found) > 1:
+        rows: list[list[str | int | float]] = [
+            [
+                diagnosis.level,
+                diagnosis.dtype,
+                len(diagnosis.bad),
+                diagnosis.first.value if diagnosis.first else "",
+                max((value.underflow for value in diagnosis.values if value.precision != "fp32"), default=0.0),
+            ]
+            for diagnosis in found
+        ]
+        columns = ["level", "type", "bad values", "first", "worst underflow share of a 16-bit value"]
+        sections.append(Table("Levels", columns, rows))
+    note = (
+        "In the order in which they are made. Magnitudes are those before rounding; overflow and underflow of an fp32 value "
+        "say what the 16-bit type would do to it."
+    )
+    for diagnosis in found:
+        title = f"Values at {diagnosis.level} {diagnosis.dtype}"
+        sections.append(Table(title, list(_COLUMNS), [_row(row) for row in diagnosis.values], note))
+    return page(f"Diagnosis of {source}", sections, subtitle=f"on {data}")

@@ -1,0 +1,207 @@
+"""Where numbers go wrong: the first value that is not finite or does not fit its type, forward or backward, and the ranges
+and underflow of every node, at one level or several.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxamp.conversion import convert
+from onnxamp.dtypes import low_type
+from onnxamp.errors import AmpError, DataError
+from onnxamp.trainer.arenas import Arenas
+from onnxamp.trainer.batches import Batches, Binding
+from onnxamp.trainer.data import Array, Arrays, Batch
+from onnxamp.trainer.observe import Observed, observe
+from onnxamp.training.bundle import Bundle
+
+# Rows of a column that are looked at together in the search for NaN.
+_SCAN_ROWS = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class BadData:
+    """Rows of a column that hold NaN or infinities.
+
+    Attributes:
+        column: The model's name of the column.
+        rows: Their numbers.
+        nan: Whether one of them holds NaN.
+    """
+
+    column: str
+    rows: tuple[int, ...]
+    nan: bool
+
+    def __str__(self) -> str:
+        more = f" and {len(self.rows) - 1} more" if len(self.rows) > 1 else ""
+        return f"{self.column}: row {self.rows[0]}{more} {'holds NaN' if self.nan else 'is infinite'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What was found at one level.
+
+    Attributes:
+        level: O0, OD, O1, O2 or O3.
+        dtype: The 16-bit type.
+        values: Statistics of every float value, in the order in which they are made.
+        failed: Why this level could not be looked at, or None.
+    """
+
+    level: str
+    dtype: str
+    values: tuple[Observed, ...]
+    failed: str | None = None
+
+    @property
+    def bad(self) -> list[Observed]:
+        """Values that are not finite or do not fit, in the order in which they are made."""
+        return [value for value in self.values if value.bad]
+
+    @property
+    def first(self) -> Observed | None:
+        """The first of them."""
+        return next(iter(self.bad), None)
+
+    def verdict(self) -> str:
+        """One sentence."""
+        name = self.level if self.level == "O0" else f"{self.level} {self.dtype}"
+        if self.failed is not None:
+            return f"{name}: {self.failed}"
+        first = self.first
+        if first is None:
+            return f"{name}: every value is finite and fits its type"
+        half = "backward" if first.backward else "forward"
+        return (
+            f"{name}: first in {first.op} {first.node!r} ({half}, {first.precision}): {first.what()} in {first.value!r}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "level": self.level,
+            "dtype": self.dtype,
+            "failed": self.failed,
+            "first": None if self.first is None else row_json(self.first),
+            "bad": len(self.bad),
+            "values": [row_json(value) for value in self.values],
+        }
+
+
+def row_json(row: Observed) -> dict[str, Any]:
+    """One value's statistics as plain data."""
+    plain = dataclasses.asdict(row)
+    plain["absmin"] = row.absmin if np.isfinite(row.absmin) else None
+    return {**plain, "bad": row.bad, "underflow": row.underflow}
+
+
+def bad_rows(binding: Binding) -> list[BadData]:
+    """Columns of floats with rows that are not finite; of data in a stream none, since they can be read only once."""
+    data = binding.data
+    if not isinstance(data, Arrays):
+        return []
+    found: dict[str, tuple[list[int], bool]] = {}
+    for first in range(0, data.rows, _SCAN_ROWS):
+        rows = np.arange(first, min(first + _SCAN_ROWS, data.rows))
+        for name, value in binding.convert(data.take(dict.fromkeys(binding.columns.values()), rows)).items():
+            if value.dtype.kind != "f" or np.isfinite(value).all():
+                continue
+            wrong = ~np.isfinite(value).reshape(len(rows), -1).all(1)
+            earlier, nan = found.get(name, ([], False))
+            found[name] = (earlier + rows[wrong].tolist(), nan or bool(np.isnan(value).any()))
+    return [BadData(name, tuple(rows), nan) for name, (rows, nan) in found.items()]
+
+
+def chosen_batches(binding: Binding, batch_size: int, rows: int, first: Sequence[int] = ()) -> list[Batch]:
+    """Micro-batches of the first `rows` rows, after one with the rows that are known to be bad.
+
+    Args:
+        binding: The data.
+        batch_size: Rows of a micro-batch.
+        rows: How many rows to take.
+        first: Rows that come before them.
+    """
+    count = max(1, rows // batch_size)
+    batches = list(itertools.islice(Batches(binding, batch_size, shuffle=False).epoch(), count))
+    if first and isinstance(binding.data, Arrays):
+        taken = binding.data.take(dict.fromkeys(binding.columns.values()), np.array(first[:batch_size]))
+        batches.insert(0, binding.convert(taken))
+    if not batches:
+        raise DataError(f"{binding.data.origin} has no rows to look at.")
+    return batches
+
+
+def diagnose_model(model: ir.Model, batches: Sequence[Batch], level: str, dtype: str) -> Diagnosis:
+    """Look at the forward pass of a model at a level."""
+    try:
+        mixed = model if level == "O0" else convert(model, level=level, dtype=dtype).model
+    except AmpError as problem:
+        return Diagnosis(level, dtype, (), str(problem))
+    return Diagnosis(level, dtype, tuple(observe(mixed, batches, low_type(dtype))))
+
+
+def diagnose_bundle(bundle: Bundle, state: Mapping[str, Array], batches: Sequence[Batch]) -> Diagnosis:
+    """Look at forward, loss and backward of a bundle with a given state.
+
+    Args:
+        bundle: The bundle.
+        state: Its state, of a checkpoint or of the beginning.
+        batches: Micro-batches with labels.
+    """
+    manifest = bundle.manifest
+    arenas = Arenas(manifest)
+    arenas.load(state)
+    feeds = (_feeds(bundle, arenas, batch) for batch in batches)
+    values = observe(bundle.graphs["grad"], feeds, low_type(manifest.dtype))
+    return Diagnosis(manifest.level, manifest.dtype, tuple(values))
+
+
+def _feeds(bundle: Bundle, arenas: Arenas, batch: Batch) -> dict[str, Array]:
+    """What grad.onnx takes for the first micro-batch of a window."""
+    manifest = bundle.manifest
+    hosts: dict[str, Array] = {
+        "first": np.array(True),
+        "row_offset": np.array(0, np.int64),
+        "micro_step": np.array(0, np.int64),
+    }
+    rows = len(batch[manifest.rows])
+    feeds: dict[str, Array] = {}
+    for port in manifest.graphs["grad"].inputs:
+        if port.kind in ("data", "labels"):
+            feeds[port.name] = batch[port.name]
+        elif port.kind == "weights":
+            feeds[port.name] = batch.get(port.name, np.ones(1, np.float32))
+        elif port.kind == "host":
+            feeds[port.name] = hosts[port.ref]
+        else:
+            feeds[port.name] = arenas.tensor(port.ref)
+        if port.ref == "scalars/seed_divisor" and not feeds[port.name]:
+            # A run that has not begun has none yet; the number of rows is as near to the sum of weights as it needs.
+            feeds[port.name] = np.array(2.0 ** round(np.log2(rows)), np.float32)
+    return feeds
+
+
+def with_state(bundle: Bundle, state: Mapping[str, Array]) -> dict[str, Array]:
+    """The state of one level's bundle moved into another's: tensors that both have, of one shape and type."""
+    known = {tensor.key: tensor for tensor in bundle.manifest.tensors}
+    moved = {
+        key: value
+        for key, value in state.items()
+        if key in known and tuple(value.shape) == known[key].shape and not key.startswith(("scalars/", "counters/"))
+    }
+    return {**bundle.state, **moved}
+
+
+def ranked(values: Iterable[Observed]) -> list[Observed]:
+    """Values by what matters: bad ones in their order, then those that lose most to underflow, 16-bit ones first."""
+    values = list(values)
+    losing = [value for value in values if not value.bad and value.underflow > 0]
+    losing.sort(key=lambda value: (value.precision == "fp32", -value.underflow))
+    return [value for value in values if value.bad] + losing
