@@ -32,7 +32,7 @@ def show(*items: RenderableType) -> None:
     console = stdout()
     for item in items:
         with console.capture() as capture:
-            console.print(item, markup=False, soft_wrap=isinstance(item, str))
+            console.print(item, markup=False)
         sys.stdout.write(re.sub(r"[ \t]+$", "", capture.get(), flags=re.MULTILINE))
 
 

@@ -70,9 +70,13 @@ def command(model: str, output: str | None, report: tuple[str, ...], verified: b
     with console.progress(f"converting {model}"):
         result = convert(model, dim=dims, **choices)
     if plan_only:
+        from onnxamp.errors import RuntimeMissingError
         from onnxamp.policy.file import write_policy
 
-        write_policy(result.plan, path)
+        try:
+            write_policy(result.plan, path)
+        except OSError as problem:
+            raise RuntimeMissingError(f"{path} cannot be written: {problem.strerror}.") from problem
         _print_plan(path, result, as_json)
         return 0
     result.save(path, overwrite=force)
@@ -191,23 +195,29 @@ def summary_rows(path: str, summary: Summary) -> list[tuple[str, str]]:
 
     before, after = summary.weights
     traffic = summary.traffic
+    dissolved = ""
+    if traffic["cut"] != traffic["result"]:
+        dissolved = f" ({size(traffic['cut'])} before 16-bit regions without heavy nodes were dissolved)"
     rows = [
         ("written", path),
         ("nodes", ", ".join(f"{count} {kind}" for kind, count in summary.nodes.items()) or "none with floats"),
         ("heavy nodes", f"{summary.heavy[0]} of {summary.heavy[1]} in 16 bits"),
         ("Casts added", f"{summary.casts['low']} to 16 bits, {summary.casts['fp32']} to fp32"),
         ("weights", f"{size(before)} → {size(after)}"),
-        (
-            "traffic",
-            f"{size(traffic['source'])} → {size(traffic['result'])} a run (modelled; "
-            f"{size(traffic['cut'])} before dissolving)",
-        ),
+        ("traffic", f"{size(traffic['source'])} → {size(traffic['result'])} a run, modelled{dissolved}"),
     ]
     if summary.dims:
         rows.append(("assumed sizes", ", ".join(f"{name}={count}" for name, count in summary.dims.items())))
     for index, (code, count) in enumerate(summary.islands.items()):
         rows.append(("fp32 because" if index == 0 else "", f"{code} ({count}) {title(code)}"))
     for index, (name, change) in enumerate(summary.changed.items()):
-        words = ", ".join(f"{key} {value}" for key, value in change.items())
-        rows.append(("constants changed" if index == 0 else "", f"{name}: {words}"))
+        rows.append(("constants changed" if index == 0 else "", f"{name}: {change_text(change)}"))
     return rows
+
+
+def change_text(change: dict[str, object]) -> str:
+    """What happened to a constant, in words."""
+    if {"clamped", "elements", "extreme"} <= set(change):
+        noun = "element" if change["elements"] == 1 else "elements"
+        return f"{change['elements']} {noun} clamped to ±{change['clamped']:g}, before up to {change['extreme']:.4g}"
+    return ", ".join(f"{key} {value}" for key, value in change.items())

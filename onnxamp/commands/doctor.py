@@ -56,7 +56,7 @@ def command(as_json: bool) -> int:
     if found.commands:
         console.show("To mend it:")
         for line in found.commands:
-            console.show(f"    {line}")
+            click.echo(f"    {line}")  # never wrapped: it is to be copied
     if found.healthy:
         console.show("Nothing is wrong.")
     return 0 if found.healthy else 5

@@ -55,7 +55,8 @@ def command(what: tuple[str, ...], as_json: bool, **choices: str | None) -> None
         rows.append(("precision", found["precision"] + found["how"]))
         rows += [("operands", ", ".join(f"{k} {v}" for k, v in found["operands"].items()))] if found["operands"] else []
         rows.append(("reason", f"{found['code']} {found['title']}"))
-        rows += [(key, _text(value)) for key, value in found["evidence"].items()]
+        evidence = ", ".join(f"{key} {_text(value)}" for key, value in found["evidence"].items())
+        rows += [("evidence", evidence)] if evidence else []
     else:
         rows.append(("precision", found["how"]))
     console.show(console.facts(rows))

@@ -72,7 +72,7 @@ def show(result: VerifyResult) -> None:
             f"{worst.snr:.1f}",
             console.number(worst.max_abs),
             console.number(worst.max_rel),
-            f"{worst.nan}/{worst.inf}/{worst.lost}",
+            str(worst.nonfinite),
         ]
         ties = f" ({worst.ties} ties)" if worst.ties else ""
         rows.append(
@@ -84,9 +84,11 @@ def show(result: VerifyResult) -> None:
                 "" if worst.top1 is None else f"{100 * worst.top1:.4g}%",
             )
         )
-    columns = ("output", "verdict", "cosine", "SNR dB", "max abs", "max rel", "NaN/Inf/lost", "unequal", "top-1")
+    columns = ("output", "verdict", "cosine", "SNR dB", "max abs", "max rel", "non-finite", "unequal", "top-1")
+    used = [index for index in range(len(columns)) if index < 7 or any(row[index] for row in rows)]
     if rows:
-        console.show(console.grid(columns, rows, right=range(2, 9)))
+        table = [[row[index] for index in used] for row in rows]
+        console.show(console.grid([columns[index] for index in used], table, right=range(2, len(used))))
         console.show("")
     for text in (*result.problems, *result.notes):
         console.show(text)

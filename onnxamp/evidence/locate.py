@@ -56,11 +56,13 @@ def first_divergence(
     feeds: tuple[Sample, Sample],
     outputs: Sequence[str],
     config: SessionConfig,
+    limit: float,
 ) -> Divergence | None:
     """The first node, in topological order, on the way to `outputs` that spoils them on this sample.
 
     A value that is not finite where the reference's is comes before one that merely diverges (SNR under `DIVERGED_DB`, or
-    the lowest of all if none is that low).
+    the lowest of all if none is that low). Elements of a mask that was clamped into the range of the 16-bit type, whose
+    largest value is `limit`, do not count.
     """
     needed = _ancestors(reference, outputs)
     pairs = [
@@ -71,7 +73,7 @@ def first_divergence(
     try:
         for pair, want, got in side_by_side(judged_reference, emulated, pairs, feeds, config):
             try:
-                found = difference(want, got)
+                found = difference(*_without_masks(want, got, limit))
             except DataError:  # a shape that depends on values that already differ
                 continue
             if found.nonfinite:
@@ -83,6 +85,19 @@ def first_divergence(
     except AmpError:  # inner values that the runtime cannot give; the verdict stands without a place
         return None
     return diverged or lowest
+
+
+def _without_masks(want: Any, got: Any, limit: float) -> tuple[Any, Any]:
+    """Both without the elements that are beyond the 16-bit range in the reference and near its edge in the candidate.
+
+    Arithmetic that leaves the range gives an infinity; only a constant that was clamped looks like this.
+    """
+    if not isinstance(want, np.ndarray) or not isinstance(got, np.ndarray) or want.shape != got.shape:
+        return want, got
+    r, c = want.astype(np.float64), got.astype(np.float64)
+    size = np.abs(c)
+    clamped = (np.abs(r) > limit) & (size <= limit) & (size >= limit / 4) & (np.signbit(r) == np.signbit(c))
+    return (want[~clamped], got[~clamped]) if clamped.any() else (want, got)
 
 
 def _divergence(pair: Pair, kind: str, snr: float, want: Any) -> Divergence:

@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxamp.dtypes import BF16, BY_IR, FP16, LOW
+from onnxamp.dtypes import BF16, BY_IR, BY_NAME, FP16, LOW
 from onnxamp.errors import DataError, ModelError, UnsupportedError
 from onnxamp.evidence import synthesis
 from onnxamp.evidence.inputs import Data, Sample, model_inputs, samples
@@ -158,7 +158,14 @@ def verify(
     if failing:
         names = [output.name for output in failing]
         divergence = first_divergence(
-            ours, judged[0], theirs, judged[1], comparison.failed_feeds(names[0]), names, config
+            ours,
+            judged[0],
+            theirs,
+            judged[1],
+            comparison.failed_feeds(names[0]),
+            names,
+            config,
+            BY_NAME[precision].max,
         )
     return VerifyResult(
         precision=precision,

@@ -104,6 +104,22 @@ def test_a_failure_on_another_branch_is_not_blamed() -> None:
     assert result.divergence.node == "late"
 
 
+def test_clamped_masks_are_not_blamed() -> None:
+    """A mask of -3.4e38 that became half the lowest fp16 value is as good a mask; the node behind it is where it fails."""
+    reference = proto("g (float[2,4] x) => (float[2,4] y) <float[4] m = {0, 0, -3.4e38, 0}> "
+                      "{ [add] a = Add(x, m)  [soft] s = Softmax(a)  [bad] b = Mul(s, s)  [out] y = Sqrt(b) }")  # fmt: skip
+    low = proto("g (float[2,4] x) => (float[2,4] y) <float16[4] m = {0, 0, 63487, 0}> "
+                "{ xl = Cast <to = 10> (x)  [add] a = Add(xl, m)  [soft] s = Softmax(a)  [bad] b = Mul(s, s)"
+                "  [out] z = Sqrt(b)  y = Cast <to = 1> (z) }")  # fmt: skip
+    low.graph.initializer[0].int32_data[2] = np.array(-32752, np.float16).view(np.uint16)
+    data = {"x": np.array([[0, -9, 1, -9], [1, -9, 1, 0]], np.float32)}
+    assert check(reference, low, data).passed
+    result = check(reference, low, data, {"snr": 100})
+    assert result.divergence is not None
+    assert result.divergence.node in ("soft", "bad", "out")
+    assert result.divergence.snr > 20
+
+
 def test_tolerance_decides() -> None:
     assert not check(REFERENCE, LOW, SMALL, {"snr": 120}).passed
     result = check(REFERENCE, LOW, SMALL, {"snr": 120})
