@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnxamp.model.units import Read, Unit
 from onnxamp.policy import codes
-from onnxamp.policy.facts import extent
+from onnxamp.policy.facts import Facts, extent
 from onnxamp.policy.marks import Marks
+from onnxamp.policy.operators import Kind
 
 # A tensor that loses more than this, relative to its norm, does not mean the same any more (rounding alone costs 2^-12).
 LOSS_LIMIT = 0.01
@@ -42,13 +44,16 @@ def _over(number: float, limit: float) -> bool:
 
 
 def lossy_weights(marks: Marks) -> None:
-    """A unit that reads a constant which mostly becomes zero, or loses too much of its norm, stays fp32."""
+    """A unit that reads a constant which mostly becomes zero, or loses too much of its norm, stays fp32.
+
+    Added constants do not count: what they lose is below 1e-7, and where that matters it is an epsilon.
+    """
     facts = marks.facts
     for unit in facts.graph.units:
         if unit in marks.decisions or unit.node is None:
             continue
         for read in unit.reads:
-            if read.value not in facts.constants:
+            if read.value not in facts.constants or _is_added(facts, unit, read):
                 continue
             found = facts.extent(read.value)
             if found.nonzero and found.flushed > FLUSH_LIMIT * found.nonzero:
@@ -56,3 +61,8 @@ def lossy_weights(marks: Marks) -> None:
                 marks.fp32(unit, codes.WEIGHT_FLUSHED, constant=read.value.name, flushed=share)
             elif found.loss > LOSS_LIMIT:
                 marks.fp32(unit, codes.WEIGHT_LOST, constant=read.value.name, loss=float(f"{found.loss:.3g}"))
+
+
+def _is_added(facts: Facts, unit: Unit, read: Read) -> bool:
+    assert unit.node is not None
+    return unit.node.op_type in ("Add", "Sub", "Sum") or (facts.kind(unit) is Kind.HEAVY and read.index > 1)
