@@ -38,12 +38,12 @@ class Numbers:
         data: Where the inputs came from.
         samples: Number of input sets.
         values: Matched float values in the order of the graph.
-        first_divergence: Name of the first value whose error is above `tolerance` of its scale, or "" if there is none.
-        tolerance: That bound.
+        first_divergence: Name of the first value that has a NaN or Inf of its own or an SNR below `diverged`; "" if none.
+        diverged: That bound in dB.
     """
 
     data: str
     samples: int
     values: tuple[ValueNumbers, ...]
     first_divergence: str
-    tolerance: float
+    diverged: float

@@ -241,9 +241,9 @@ def _numbers(numbers: Numbers) -> Part:
     ]
     note = f"{plural(numbers.samples, 'sample')} of {numbers.data}, both models under strict emulation. "
     if numbers.first_divergence:
-        note += f"The first value off by more than {numbers.tolerance:g} of its largest magnitude is {numbers.first_divergence}."
+        note += f"The first to diverge (below {numbers.diverged:g} dB, or not finite) is {numbers.first_divergence}."
     else:
-        note += f"No value is off by more than {numbers.tolerance:g} of its largest magnitude."
+        note += f"None diverges: all are finite and at {numbers.diverged:g} dB or better."
     return Part("Numbers, worst first", ("value", "node", "max error", "max value", "SNR", "NaN/Inf"), rows, note)
 
 

@@ -144,7 +144,7 @@ class Editor:
         if not values.size:
             return None
         at = self.random.randrange(values.size)
-        values.reshape(-1)[at] += 1.5
+        values.reshape(-1)[at] = values.reshape(-1)[at] / 2 + 1.5
         tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
         self.touched.add(tensor.name)
         return {("constants", tensor.name, "1 changed")}

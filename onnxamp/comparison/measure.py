@@ -1,0 +1,165 @@
+"""`--data`: run both models under strict emulation and measure every value that they share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxamp.comparison.compare import Comparison
+from onnxamp.comparison.numbers import Numbers, ValueNumbers
+from onnxamp.comparison.records import GraphDiff
+from onnxamp.comparison.side import Side, node_name
+from onnxamp.dtypes import BY_IR, LOW
+from onnxamp.errors import DataError
+from onnxamp.evidence import synthesis
+from onnxamp.evidence.inputs import Data, model_inputs, samples
+from onnxamp.evidence.locate import DIVERGED_DB
+from onnxamp.evidence.values import Fetcher
+from onnxamp.ort.session import SessionConfig
+from onnxamp.passes.emulate import emulate
+
+AT_ONCE = 64  # values fetched by one run: bounds memory
+
+
+@dataclasses.dataclass
+class _Sums:
+    """What is added up over samples for one value."""
+
+    max_error: float = 0.0
+    scale: float = 0.0
+    signal: float = 0.0
+    noise: float = 0.0
+    nonfinite: int = 0
+    elements: int = 0
+
+    def add(self, want: np.ndarray, got: np.ndarray) -> None:
+        r, c = want.astype(np.float64), got.astype(np.float64)
+        finite = np.isfinite(r) & np.isfinite(c)
+        same = finite | (np.isnan(r) & np.isnan(c)) | (r == c)
+        r, e = r[finite], (r - c)[finite] if finite.all() else r[finite] - c[finite]
+        self.max_error = max(self.max_error, float(np.abs(e).max(initial=0.0)))
+        self.scale = max(self.scale, float(np.abs(r).max(initial=0.0)))
+        self.signal += float(np.sum(r * r))
+        self.noise += float(np.sum(e * e))
+        self.nonfinite += int(np.count_nonzero(~same))
+        self.elements += want.size
+
+    @property
+    def snr(self) -> float | None:
+        if not self.noise:
+            return None
+        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+
+
+def measured(comparison: Comparison, result: GraphDiff, data: Data | None, count: int = 4) -> GraphDiff:
+    """`result` with the numbers.
+
+    Values of the main graphs are measured that are fp32, fp16 or bf16 in both models.
+
+    Args:
+        comparison: The two models; data are for the first one's inputs.
+        result: Its diff.
+        data: Samples as `onnxamp.evidence.inputs.samples` takes them, or None or ``"synthetic"`` to make them up.
+        count: How many samples to make up.
+
+    Raises:
+        DataError: The data do not fit the first model, or a model does not run on them.
+        UnsupportedError: A kernel is missing, or inputs cannot be made up.
+        RuntimeMissingError: ONNX Runtime is not installed.
+    """
+    a, b, match = comparison.a, comparison.b, comparison.match
+    pairs = _pairs(comparison)
+    if data is None or data == "synthetic":
+        made, sizes = synthesis.synthesize(a.model, count)
+        feeds, source = iter(made), synthesis.describe(made, sizes)
+    else:
+        feeds = samples(data, model_inputs(a.model))
+        source = os.fspath(data) if isinstance(data, str | os.PathLike) else "the data given"
+    config = SessionConfig(provider="cpu", optimization="basic")
+    fetch = [
+        Fetcher(emulate(side.model) if _low(side) else side.model, [pair[k].name or "" for pair in pairs], config)
+        for k, side in enumerate((a, b))
+    ]
+    partners = {
+        other.name or "": one.name or "" for one in a.model.graph.inputs if (other := match.values.get(one)) is not None
+    }
+    sums = [_Sums() for _ in pairs]
+    done = 0
+    for sample in feeds:
+        theirs = _feeds(sample, b.model, partners)
+        for start in range(0, len(pairs), AT_ONCE):
+            group = pairs[start : start + AT_ONCE]
+            names = [[pair[k].name or "" for pair in group] for k in (0, 1)]
+            left, right = fetch[0](sample, names[0]), fetch[1](theirs, names[1])
+            for total, mine, other in zip(sums[start : start + AT_ONCE], *names, strict=True):
+                want, got = np.asarray(left[mine]), np.asarray(right[other])
+                if want.shape == got.shape:  # another shape follows from values that already differ
+                    total.add(want, got)
+        done += 1
+    values = tuple(_record(b, pair, total) for pair, total in zip(pairs, sums, strict=True) if total.elements)
+    first = next((v.name for v in values if v.nonfinite or (v.snr is not None and v.snr < DIVERGED_DB)), "")
+    return dataclasses.replace(result, numbers=Numbers(source, done, values, first, DIVERGED_DB))
+
+
+def _pairs(comparison: Comparison) -> list[tuple[ir.Value, ir.Value]]:
+    """Matched float results of the main graphs, in the second model's order."""
+    a, b = comparison.a, comparison.b
+    found = []
+    for node in b.at(b.model.graph).nodes:
+        mine = comparison.match.nodes_back.get(node)
+        if mine is None or b.is_cast(node) or a.scope[mine].path:
+            continue
+        for one, other in zip(mine.outputs, node.outputs, strict=False):
+            if one.dtype in BY_IR and other.dtype in BY_IR and one.name and other.name:
+                found.append((one, other))
+    return found
+
+
+def _low(side: Side) -> bool:
+    """Whether a model has a 16-bit value anywhere."""
+    values = [*side.model.graph.inputs, *side.constants, *(v for node in side.index for v in node.outputs)]
+    return any(value.dtype in LOW for value in values)
+
+
+def _feeds(sample: Mapping[str, Any], model: ir.Model, partners: Mapping[str, str]) -> dict[str, Any]:
+    """A sample of the first model under the names and in the types of the second one's inputs."""
+    feeds: dict[str, Any] = {}
+    for value in model.graph.inputs:
+        if value.is_initializer():
+            continue
+        name = value.name or ""
+        key = name if name in sample else partners.get(name, "")
+        if key not in sample:
+            raise DataError(
+                f"The second model's input {name!r} is none of the first model's, so the data do not feed it."
+            )
+        array = sample[key]
+        if isinstance(array, np.ndarray) and value.dtype in BY_IR and array.dtype != value.dtype.numpy():
+            with np.errstate(over="ignore"):
+                array = array.astype(value.dtype.numpy())
+        feeds[name] = array
+    return feeds
+
+
+def _record(side: Side, pair: tuple[ir.Value, ir.Value], total: _Sums) -> ValueNumbers:
+    one, other = pair
+    node = other.producer()
+    assert node is not None
+    snr = total.snr
+    return ValueNumbers(
+        name=one.name or "",
+        counterpart=other.name or "",
+        node=node_name(node),
+        op=side.ref(node).op,
+        max_error=total.max_error,
+        scale=total.scale,
+        snr=None if snr is None else max(snr, -999.0),
+        nonfinite=total.nonfinite,
+        elements=total.elements,
+    )
