@@ -1,12 +1,15 @@
 """A bundle written by hand, so that the trainer is tested apart from everything that makes bundles."""
 
 import dataclasses
+import io
 import re
+import warnings
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
 
 from onnxamp.training import steps
 from onnxamp.training.bundle import Bundle
@@ -216,3 +219,29 @@ def batches():
             }
         )
     return result
+
+
+def _export(module: torch.nn.Module, inputs: dict[str, np.ndarray]) -> onnx.ModelProto:
+    buffer = io.BytesIO()
+    names = list(inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            module.eval(),
+            tuple(torch.from_numpy(value) for value in inputs.values()),
+            buffer,
+            input_names=names,
+            output_names=["y"],
+            dynamo=False,
+            opset_version=17,
+            dynamic_axes={name: {0: "batch"} for name in names},
+            training=torch.onnx.TrainingMode.TRAINING,
+            do_constant_folding=False,
+        )
+    return onnx.load_from_string(buffer.getvalue())
+
+
+@pytest.fixture(scope="session")
+def exporter():
+    """Exports a PyTorch module in training form, with a free batch size."""
+    return _export

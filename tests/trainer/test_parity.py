@@ -1,6 +1,5 @@
 """Training on ONNX Runtime follows PyTorch: every optimizer, every schedule, every precision."""
 
-import io
 import math
 import warnings
 
@@ -16,35 +15,14 @@ from onnxamp.trainer.trainer import Trainer
 STEPS = 20
 
 
-def export(module: nn.Module, inputs: dict[str, np.ndarray], dynamic: bool = True) -> onnx.ModelProto:
-    """The module as ONNX, with a free batch size."""
-    buffer = io.BytesIO()
-    names = list(inputs)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            module.eval(),
-            tuple(torch.from_numpy(value) for value in inputs.values()),
-            buffer,
-            input_names=names,
-            output_names=["y"],
-            dynamo=False,
-            opset_version=17,
-            dynamic_axes={name: {0: "batch"} for name in names} if dynamic else None,
-            training=torch.onnx.TrainingMode.TRAINING,
-            do_constant_folding=False,
-        )
-    return onnx.load_from_string(buffer.getvalue())
-
-
 def _module() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 4))
 
 
 @pytest.fixture(scope="module")
-def model() -> onnx.ModelProto:
-    return export(_module(), {"x": np.zeros((2, 6), np.float32)})
+def model(exporter) -> onnx.ModelProto:
+    return exporter(_module(), {"x": np.zeros((2, 6), np.float32)})
 
 
 @pytest.fixture(scope="module")
