@@ -17,6 +17,7 @@ from onnxamp.errors import UsageError
 from onnxamp.model import io
 from onnxamp.model.inlining import inline_float_functions
 from onnxamp.model.types import infer
+from onnxamp.passes.integers import FoldIntegers
 from onnxamp.passes.norms import DecomposeBatchNorm
 
 
@@ -67,10 +68,13 @@ def gradient_model(
 
 
 def prepare(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Model:
-    """A private copy that can be differentiated: functions inlined, typed, training BatchNormalization decomposed."""
+    """A private copy that can be differentiated: functions inlined, typed, integer constants folded, training
+    BatchNormalization decomposed."""
     result = io.load(model)
     infer(result)
     if inline_float_functions(result):
+        infer(result)
+    if FoldIntegers()(result).modified:
         infer(result)
     DecomposeBatchNorm()(result)
     return result

@@ -1,0 +1,178 @@
+"""What training a model would meet: operators without gradient, parameters, ties, folded tensors, memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxamp.autodiff.emitter import FLOATS
+from onnxamp.autodiff.parameters import Parameters, classify
+from onnxamp.autodiff.registry import rule_of
+from onnxamp.autodiff.reverse import backward, differentiable_path
+from onnxamp.model import dimensions
+
+_PROBABILITIES = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
+_MOVES = frozenset({"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Cast"})
+# Nodes whose result is another view of the memory of their first input.
+_VIEWS = frozenset({"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"})
+_LEADING, _OTHER = 1, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """The answer of `onnxamp check`.
+
+    Attributes:
+        unsupported: Operators without a gradient rule between the trainable parameters and the outputs → node names.
+        parameters: Parameters by class.
+        final: Output name → the probability function that it ends in (a loss attaches to its input).
+        folded: What the exporter folded into weights, one sentence each.
+        unknown_shapes: Float results on the way whose number of dimensions is unknown.
+    """
+
+    unsupported: dict[str, tuple[str, ...]]
+    parameters: Parameters
+    final: dict[str, str]
+    folded: tuple[str, ...]
+    unknown_shapes: tuple[str, ...]
+
+
+def inspect(model: ir.Model, outputs: Sequence[str] = ()) -> Inspection:
+    """Look at a model that `gradients.prepare` made.
+
+    Args:
+        model: The model; not changed.
+        outputs: Names of the outputs that a loss would read; all float ones when empty.
+    """
+    graph = model.graph
+    parameters = classify(model)
+    targets = [value for value in graph.outputs if value.dtype in FLOATS and (not outputs or value.name in outputs)]
+    trainable = [graph.initializers[parameter.name] for parameter in parameters.trainable]
+    path = differentiable_path(list(graph), targets, trainable)
+    unsupported: dict[str, list[str]] = {}
+    for node in path:
+        if rule_of(node) is None:
+            operator = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+            unsupported.setdefault(operator, []).append(node.name or str(node.outputs[0].name))
+    unknown = [str(v.name) for node in path for v in node.outputs if v.name and v.dtype in FLOATS and v.shape is None]
+    final = {str(value.name): kind for value in targets if (kind := _probability(value)) is not None}
+    return Inspection(
+        unsupported={operator: tuple(names) for operator, names in sorted(unsupported.items())},
+        parameters=parameters,
+        final=final,
+        folded=_folded(graph, parameters),
+        unknown_shapes=tuple(unknown),
+    )
+
+
+def kept_bytes(model: ir.Model, outputs: Sequence[str], sizes: Mapping[str, int]) -> tuple[int, dict[str, int]]:
+    """Bytes of forward results that the backward half reads, so that they live until then.
+
+    Views of the same memory count once. The model is consumed: the backward half is appended to it.
+
+    Args:
+        model: Typed, functions inlined; in mixed precision or not.
+        outputs: Names of the outputs that a loss reads.
+        sizes: Sizes of named dimensions; others count as 1 when leading, else 64.
+
+    Returns:
+        The bytes, and the sizes that were assumed for dimensions without one.
+    """
+    graph = model.graph
+    seeds = {}
+    for value in graph.outputs:
+        if value.name in outputs:
+            seed = ir.Value(name=f"grad/{value.name}/seed", type=value.type, shape=value.shape)
+            graph.inputs.append(seed)
+            seeds[value] = seed
+    trainable = [graph.initializers[parameter.name] for parameter in classify(model).trainable]
+    forward = list(graph)
+    backward(graph, seeds, trainable, opset_imports=dict(model.opset_imports))
+    own = set(forward)
+    constants = _constant_values(forward)
+    assumed: dict[str, int] = {}
+    kept: set[ir.Value] = set()
+    for node in forward:
+        for value in node.outputs:
+            if value not in constants and any(user not in own for user, _ in value.uses()):
+                kept.add(_memory(value))
+    for value in graph.inputs:
+        if any(user not in own for user, _ in value.uses()) and value not in seeds.values():
+            kept.add(value)
+    return sum(_bytes(value, sizes, assumed) for value in kept), assumed
+
+
+def _memory(value: ir.Value) -> ir.Value:
+    """The value whose memory `value` views."""
+    node = value.producer()
+    while node is not None and node.domain == "" and node.op_type in _VIEWS and node.inputs[0] is not None:
+        value = node.inputs[0]
+        node = value.producer()
+    return value
+
+
+def _constant_values(nodes: Sequence[ir.Node]) -> set[ir.Value]:
+    """Results that depend on no graph input: they exist once, whatever the batch."""
+    constants: set[ir.Value] = set()
+    for node in nodes:
+        if all(value is None or value in constants or value.is_initializer() for value in node.inputs):
+            constants.update(node.outputs)
+    return constants
+
+
+def _bytes(value: ir.Value, sizes: Mapping[str, int], assumed: dict[str, int]) -> int:
+    if value.shape is None or value.dtype is None:
+        return 0
+    count = 1
+    for axis, dim in enumerate(value.shape):
+        if isinstance(dim, int):
+            count *= dim
+            continue
+        expression = "?" if dim.value is None else str(dim.value)
+        known = dict(sizes)
+        for name in dimensions.names(expression):
+            if name not in known:
+                known[name] = assumed.setdefault(name, _LEADING if axis == 0 else _OTHER)
+        count *= dimensions.evaluate(expression, known)
+    return int(np.ceil(count * value.dtype.itemsize))
+
+
+def _probability(value: ir.Value) -> str | None:
+    node = value.producer()
+    while node is not None and node.domain == "" and node.op_type in _MOVES and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    if node is not None and node.domain == "" and node.op_type in _PROBABILITIES:
+        return node.op_type
+    return None
+
+
+def _folded(graph: ir.Graph, parameters: Parameters) -> tuple[str, ...]:
+    """Traces of what exporters fold: transposed copies, BatchNormalization merged into Conv, constants in nodes."""
+    found = []
+    renamed = [p for p in parameters.trainable if p.name.startswith("onnx::")]
+    merged = [p.name for p in renamed if any(use.op.startswith("Conv") for use in p.uses)]
+    merged += [p.name for p in parameters.trainable if p.name.endswith("_bias") and p.name.removesuffix("_bias") in
+               graph.initializers and any(use.op.startswith("Conv") for use in p.uses)]  # fmt: skip
+    others = [p.name for p in renamed if p.name not in merged]
+    if merged:
+        found.append(f"BatchNormalization was merged into a convolution: {_some(merged)} train as one weight.")
+    if others:
+        found.append(f"The exporter folded an operator into {_some(others)}; their original names are lost.")
+    for names in parameters.copies:
+        found.append(f"{_some(list(names))} have the same content: if they were tied, they train apart now.")
+    large = [
+        str(node.outputs[0].name)
+        for node in graph
+        if node.op_type == "Constant" and "value" in node.attributes and node.attributes["value"].as_tensor().size > 64
+        and node.outputs[0].dtype in FLOATS
+    ]  # fmt: skip
+    if large:
+        found.append(f"{_some(large)} are constants inside nodes and do not train.")
+    return tuple(found)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

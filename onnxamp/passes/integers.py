@@ -1,0 +1,101 @@
+"""Integer arithmetic on constants, folded, so that shapes that depend on it become known."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+
+# fmt: off
+_FOLDED = frozenset({
+    "Abs", "Add", "And", "Cast", "Concat", "ConstantOfShape", "Div", "Equal", "Expand", "Flatten", "Floor",
+    "Gather", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul",
+    "Neg", "Not", "Or", "Range", "ReduceProd", "ReduceSum", "Reshape", "ScatterND", "Shape", "Size", "Slice",
+    "Squeeze", "Sub", "Transpose", "Unsqueeze", "Where", "Xor",
+})
+# fmt: on
+_ELEMENTS = 1024
+
+
+class FoldIntegers(ir.passes.InPlacePass):
+    """Replace small integer and boolean results that depend on constants and static shapes only.
+
+    1. A node of the main graph with constant inputs, or a Shape or Size of a static shape, becomes an initializer of the
+       same name; floats are folded only on the way between integers.
+    2. Graph outputs and results of more than 1,024 elements stay.
+    3. Exporters write shape arithmetic (TorchScript's unflatten: 2 mod 3) that inference cannot follow otherwise.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        known: dict[ir.Value, np.ndarray] = {}
+        folded = []
+        for node in model.graph:
+            if node.domain != "" or len(node.outputs) != 1 or node.op_type not in _FOLDED:
+                continue
+            content = _evaluate(node, known, model.opset_imports.get("", 0))
+            if content is not None and content.size <= _ELEMENTS:
+                known[node.outputs[0]] = content
+                folded.append(node)
+        modified = False
+        for node in reversed(folded):
+            value = node.outputs[0]
+            content = known[value]
+            if value.is_graph_output() or content.dtype.kind not in "iub":
+                if not value.uses() and not value.is_graph_output():
+                    model.graph.remove(node, safe=True)
+                continue
+            modified = True
+            name = value.name
+            value.name = None
+            tensor = ir.tensor(content, name=name)
+            constant = ir.Value(
+                name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(content.shape), const_value=tensor
+            )
+            value.replace_all_uses_with(constant)
+            model.graph.remove(node, safe=True)
+            if constant.uses():
+                model.graph.register_initializer(constant)
+        return ir.passes.PassResult(model, modified=modified)
+
+
+def _evaluate(node: ir.Node, known: dict[ir.Value, np.ndarray], opset: int) -> np.ndarray | None:
+    source = node.inputs[0] if node.inputs else None
+    if node.op_type in ("Shape", "Size") and source is not None:
+        if source.shape is None or not source.shape.is_static():
+            return None
+        dims = np.asarray(source.shape.numpy(), np.int64)
+        if node.op_type == "Size":
+            return np.asarray(dims.prod(), np.int64)
+        start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(dims))
+        return dims[start:end]
+    feeds = {}
+    for index, value in enumerate(node.inputs):
+        if value is None:
+            continue
+        content = known.get(value)
+        if content is None:
+            content = _constant(value)
+        if content is None:
+            return None
+        feeds[f"x{index}"] = content
+    names = ["" if value is None else f"x{index}" for index, value in enumerate(node.inputs)]
+    proto = onnx.helper.make_node(node.op_type, names, ["y"])
+    proto.attribute.extend(ir.to_proto(attribute) for attribute in node.attributes.values())
+    inputs = [onnx.ValueInfoProto(name=name) for name in feeds]
+    graph = onnx.helper.make_graph([proto], "fold", inputs, [onnx.ValueInfoProto(name="y")])
+    opsets = [onnx.helper.make_opsetid("", opset)]
+    try:
+        (result,) = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=opsets)).run(None, feeds)
+    except Exception:  # what cannot be evaluated stays as it is
+        return None
+    return np.asarray(result)
+
+
+def _constant(value: ir.Value) -> np.ndarray | None:
+    if value.is_initializer() and value.is_graph_input():
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is None or tensor.size > _ELEMENTS or tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
+        return None
+    return tensor.numpy()
