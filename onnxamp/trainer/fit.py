@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from onnxamp.errors import DataError, UsageError
+from onnxamp.errors import DataError, DivergedError, UsageError
 from onnxamp.trainer.batches import Batches, bind
 from onnxamp.trainer.callbacks import Callback, Window
 from onnxamp.trainer.data import Array, Batch, Field, open_data
@@ -191,7 +191,8 @@ def fit(
         world_size: Their number.
 
     Raises:
-        DataError: The data do not fit the model, or a whole epoch had no window that could be applied.
+        DataError: The data do not fit the model, or no row of a whole epoch has weight.
+        DivergedError: No window could be applied, or too many in a row were skipped at the lowest loss scale.
         UsageError: The arguments contradict each other.
     """
     if epochs is None and steps is None:
@@ -232,6 +233,7 @@ class _Run:
         self.rows = 0
         self.seconds = self._since = self._waited = 0.0
         self._evaluated = -1
+        self._last_cause = ""
 
     def run(self) -> History:
         try:
@@ -248,6 +250,11 @@ class _Run:
             self._epoch()
         if self.val is not None and self._evaluated != loop.windows and self.losses and self._finished():
             self._evaluate()
+        if loop.reason is None and self.losses and not loop.step:
+            raise DivergedError(
+                f"None of the {loop.windows} windows could be applied, the last because {self._last_cause}; lower the "
+                "learning rate, mend the data or train longer, and see `onnxamp diagnose`."
+            )
         loop.reason = loop.reason or "done"
         for callback in self.callbacks:
             callback.on_end(loop, loop.reason)
@@ -272,7 +279,7 @@ class _Run:
 
     def _epoch(self) -> None:
         loop = self.loop
-        applied, began = loop.step, loop.batch
+        applied, skipped, began = loop.step, loop.skipped, loop.batch
         self._since = time.perf_counter()
         with contextlib.closing(_generator(loop.batches.epoch(loop.epoch, loop.batch))) as stream:
             while True:
@@ -291,11 +298,8 @@ class _Run:
             self._window(last, last.report)
         if loop.reason is not None:
             return
-        if began == 0 and loop.step == applied:
-            raise DataError(
-                "No window of a whole epoch could be applied: every gradient was not finite or every row had weight 0; "
-                "run `onnxamp diagnose` on the model with these data."
-            )
+        if began == 0 and loop.step == applied and loop.skipped == skipped:
+            raise DataError("No row of a whole epoch had weight: every label is ignored or every weight is 0.")
         if self.val is not None and self.eval_every is None:
             self._evaluate()
         loop.epoch, loop.batch = loop.epoch + 1, 0
@@ -309,7 +313,9 @@ class _Run:
         loop.step += bool(report["ok"])
         skipped = not report["ok"] and not report["empty"]
         loop.skipped += skipped
-        window = Window(report, now - self._since, self._waited, self._cause(result) if skipped else None)
+        cause = self._cause(result) if skipped else None
+        self._last_cause = cause or self._last_cause
+        window = Window(report, now - self._since, self._waited, cause)
         self.seconds += window.seconds
         self.rows += int(report["rows"])
         self.losses.append(float(report["loss"]))

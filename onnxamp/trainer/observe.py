@@ -30,7 +30,7 @@ class Observed:
 
     Attributes:
         value: Its name.
-        node: Name of the node that makes it.
+        node: Name of the node that makes it (of an inserted Cast: of the node whose value it casts).
         op: Operator of that node.
         backward: Whether the node belongs to the backward half of a training graph.
         precision: `fp32`, `fp16` or `bf16`.
@@ -156,11 +156,22 @@ def _points(model: ir.Model) -> tuple[list[Observed], dict[str, str]]:
                 continue
             kind = BY_IR[value.dtype].name
             backward = "onnxamp.backward" in node.metadata_props
-            rows.append(Observed(value.name, node.name or value.name, node.op_type, backward, kind))
+            maker = _maker(node)
+            rows.append(Observed(value.name, maker.name or value.name, maker.op_type, backward, kind))
             source = node.inputs[0] if node.op_type == "Cast" and kind != "fp32" else None
             made = source is not None and source.producer() is not None
             places[value.name] = (source.name or "") if made and source is not None else value.name
     return rows, places
+
+
+def _maker(node: ir.Node) -> ir.Node:
+    """The node that makes a value, looked at through the Casts that onnxamp inserted behind it."""
+    while "onnxamp.cast" in node.metadata_props and node.inputs[0] is not None:
+        producer = node.inputs[0].producer()
+        if producer is None:
+            break
+        node = producer
+    return node
 
 
 def _parts(values: list[ir.Value], feeds: Mapping[str, Any]) -> Iterable[list[str]]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from onnxamp.errors import DataError, UsageError
+from onnxamp.errors import DataError, DivergedError, UsageError
 from onnxamp.trainer.callbacks import Callback, Checkpoints, EarlyStopping, checkpoints
 from onnxamp.trainer.data import Field
 from onnxamp.trainer.fit import fit
@@ -204,8 +204,20 @@ def test_checkpoints_keep_the_newest_and_the_best(tmp_path):
 
 
 def test_a_run_that_never_applies_ends_with_the_cause():
-    with pytest.raises(DataError, match="No window of a whole epoch"):
+    with pytest.raises(DivergedError, match=r"None of the 15 windows.*overflowed, seen in the gradient of fc.weight"):
         fit(Counter(bad=tuple(range(99))), DATA, epochs=3, batch_size=10)
+
+
+def test_data_without_weight_end_after_an_epoch():
+    class Empty(Counter):
+        def flush(self):
+            result = super().flush()
+            if result is not None:
+                result.report.update(ok=False, empty=True)
+            return result
+
+    with pytest.raises(DataError, match="No row of a whole epoch"):
+        fit(Empty(), DATA, steps=3, batch_size=10)
 
 
 @pytest.mark.parametrize("wrong", [{"epochs": 0}, {"steps": -1}, {"eval_every": 0}])
