@@ -302,7 +302,10 @@ def _options(arguments: _Arguments) -> dict[str, Any]:
         "optimizer": choices.to_json(arguments.optimizer),
         "schedule": choices.to_json(arguments.schedule),
         "loss_scale": choices.to_json(arguments.scale),
-        "groups": [dataclasses.asdict(group) for group in arguments.groups[:-1]],
+        "groups": [
+            {**dataclasses.asdict(group), "match": group.match if isinstance(group.match, str) else list(group.match)}
+            for group in arguments.groups[:-1]
+        ],
         "trainable": list(arguments.trainable),
         "frozen": list(arguments.frozen),
         "level": arguments.amp.level,

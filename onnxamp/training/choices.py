@@ -78,7 +78,9 @@ def to_json(value: object) -> dict[str, Any]:
                 result: dict[str, Any] = {"name": name}
                 for field in dataclasses.fields(cast("Any", value)):
                     content = getattr(value, field.name)
-                    result[field.name] = to_json(content) if dataclasses.is_dataclass(content) else content
+                    if dataclasses.is_dataclass(content):
+                        content = to_json(content)
+                    result[field.name] = list(content) if isinstance(content, tuple) else content
                 return result
     raise UsageError(f"{type(value).__name__} is no loss, optimizer, schedule or loss scale of onnxamp.")
 

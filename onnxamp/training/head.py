@@ -15,10 +15,10 @@ from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model import io, types
 
 # What may stand between the last layer and the output.
-_PASSED = frozenset(
-    ("Softmax LogSoftmax Sigmoid Identity Cast Relu Tanh Dropout GlobalAveragePool GlobalMaxPool AveragePool ReduceMean"
-     " Flatten Squeeze Unsqueeze").split()
-)  # fmt: skip
+_ACTIVATIONS = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "Relu", "Tanh"})
+_POOLING = frozenset({"GlobalAveragePool", "GlobalMaxPool", "AveragePool", "ReduceMean"})
+_MOVES = frozenset({"Identity", "Cast", "Dropout", "Flatten", "Reshape", "Squeeze", "Unsqueeze"})
+_PASSED = _ACTIVATIONS | _POOLING | _MOVES
 
 Draw = Callable[[np.random.Generator, tuple[int, ...], int, int], np.ndarray]
 
@@ -138,7 +138,7 @@ def _last_layer(output: ir.Value) -> _Layer:
             if len(constants) != 1 or len(others) != 1 or constants[0].shape is None or len(constants[0].shape) != 1:
                 raise _no_head(output, value)
             bias, source = constants[0], others[0]
-        elif node.op_type != "Reshape" and node.op_type not in _PASSED:
+        elif node.op_type not in _PASSED:
             raise _no_head(output, value)
         assert source is not None
         between.append(node)
