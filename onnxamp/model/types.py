@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnx_shape_inference
 
 from onnxamp.model.signatures import signature
-from onnxamp.model.units import TYPE_ATTRIBUTE, all_nodes, bodies
+from onnxamp.model.units import TYPE_ATTRIBUTE, all_nodes, all_values, bodies
 
 # Tensors above this size do not take part in inference by value (shapes, axes and repeats are far smaller).
 _SMALL_BYTES = 1024
@@ -183,18 +183,37 @@ def _complete(model: ir.Model) -> bool:
 
 
 def _infer_symbolic(model: ir.Model) -> None:
-    values = [value for node in all_nodes(model.graph) for value in node.outputs]
-    for node in all_nodes(model.graph):
-        for body in bodies(node):
-            values.extend(body.inputs)
-    before = {value: (value.type, value.shape) for value in (*model.graph.inputs, *values)}
-    with _quiet("onnx_shape_inference"), contextlib.suppress(Exception):  # an operator that it gets wrong ends the walk
+    values = list(all_values(model.graph))
+    before = [(value, value.type, value.shape, value.const_value) for value in values]
+    with (
+        _quiet("onnx_shape_inference"),
+        _keep_names(model),
+        contextlib.suppress(Exception),
+    ):  # one operator it gets wrong ends the walk
         onnx_shape_inference.infer_symbolic_shapes(model, policy="override", warn_on_missing=False)
-    for value, (kind, shape) in before.items():
+    for value, kind, shape, tensor in before:
         if kind is not None:
             value.type = kind
         if shape is not None and (shape.is_static() or value.shape is None or len(value.shape) != len(shape)):
             value.shape = shape
+        value.const_value = tensor
+        for key in [key for key in value.metadata_props if key.startswith("pkg.onnx_shape_inference.")]:
+            del value.metadata_props[key]
+
+
+@contextlib.contextmanager
+def _keep_names(model: ir.Model) -> Iterator[None]:
+    """Undo that onnx-shape-inference names the tensors of Constant nodes, which may belong to the caller's ModelProto."""
+    tensors = [
+        node.attributes["value"].value
+        for node in all_nodes(model.graph)
+        if node.op_type == "Constant" and "value" in node.attributes
+    ]
+    names = [tensor.name for tensor in tensors]
+    yield
+    for tensor, name in zip(tensors, names, strict=True):
+        if tensor.name != name:
+            tensor.name = name or None
 
 
 @contextlib.contextmanager
