@@ -63,7 +63,8 @@ def model_inputs(model: ir.Model) -> list[Input]:
             continue
         shape = None
         if value.shape is not None:
-            shape = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
+            # Some exporters write -1 for a free dimension.
+            shape = tuple((dim if dim >= 0 else None) if isinstance(dim, int) else dim.value for dim in value.shape)
         dtype = np.dtype(value.dtype.numpy()) if isinstance(value.type, ir.TensorType) and value.dtype else None
         result.append(Input(value.name or "", dtype, shape, value))
     return result

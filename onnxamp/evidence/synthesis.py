@@ -18,13 +18,15 @@ from onnxamp.evidence.inputs import Array, Input, Sample, model_inputs
 
 # Sizes of free dimensions: the first of an input, others, and the past of a key-value cache.
 FIRST, OTHER, PAST = 1, 64, 16
+# For others where a model does not run with the usual size: a window that is longer, or a fixed one.
+ALTERNATIVES = (512, 224, 1024, 16, 4096)
 
 # Nodes through which an id reaches its table unchanged.
 _PASS = frozenset({"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Slice", "Expand"})
 
 
 def synthesize(
-    model: ir.Model, count: int = 4, *, dim: Mapping[str, int] | None = None, seed: int = 0
+    model: ir.Model, count: int = 4, *, dim: Mapping[str, int] | None = None, seed: int = 0, other: int = OTHER
 ) -> tuple[list[Sample], dict[str, int]]:
     """`count` samples, and the sizes that were chosen for free dimensions, by name.
 
@@ -33,6 +35,7 @@ def synthesize(
         count: How many samples.
         dim: Sizes of named dimensions.
         seed: Equal seeds give equal samples.
+        other: Size of free dimensions that are not the first of an input.
 
     Raises:
         UnsupportedError: An input is a string, sequence or optional: only data can tell what belongs there.
@@ -42,19 +45,22 @@ def synthesize(
     for item in inputs:
         if item.dtype is None or (item.dtype.kind not in "fiub" and item.value.dtype != ir.DataType.BFLOAT16):
             raise UnsupportedError(f"Inputs cannot be made up for {item}: give --data.")
-    sizes = _sizes(inputs, dict(dim or {}))
+    sizes = _sizes(inputs, dict(dim or {}), other)
+    shapes = {item.name: _shape(item, sizes, other) for item in inputs}
+    longest = max((shape[1] for shape in shapes.values() if len(shape) > 1), default=other)
     rng = np.random.default_rng(seed)
-    return [{item.name: _array(item, sizes, rng) for item in inputs} for _ in range(count)], sizes
+    made = [{item.name: _array(item, shapes[item.name], longest, rng) for item in inputs} for _ in range(count)]
+    return made, sizes
 
 
-def _sizes(inputs: list[Input], given: dict[str, int]) -> dict[str, int]:
+def _sizes(inputs: list[Input], given: dict[str, int], other: int) -> dict[str, int]:
     """A size for each free dimension; sums such as ``past + sequence`` are added up."""
     names: dict[str, int] = {}
     for item in inputs:
         for axis, dim in enumerate(item.shape or ()):
             if isinstance(dim, str) and dim not in names:
                 of_past = "past" in dim.lower() and "total" not in dim.lower()
-                names[dim] = PAST if of_past else FIRST if axis == 0 else OTHER
+                names[dim] = PAST if of_past else FIRST if axis == 0 else other
     unknown = [name for name in given if name not in names]
     if unknown:
         raise UsageError(f"No input has a dimension {', '.join(unknown)}; there is {', '.join(names) or 'none'}.")
@@ -66,27 +72,31 @@ def _sizes(inputs: list[Input], given: dict[str, int]) -> dict[str, int]:
         if len(parts) > 1 and all(part in names or part.isdigit() for part in parts):
             names[name] = sum(names[part] if part in names else int(part) for part in parts)
         elif "total" in name.lower():
-            past = next((size for other, size in names.items() if "past" in other.lower() and other != name), 0)
-            current = next((size for other, size in names.items() if re.search(r"seq", other.lower()) and
-                            not re.search(r"past|total", other.lower())), OTHER)  # fmt: skip
+            others = {dim.lower(): size for dim, size in names.items() if dim != name}
+            past = next((size for dim, size in others.items() if "past" in dim), 0)
+            current = next((size for dim, size in others.items() if "seq" in dim and "past" not in dim), other)
             names[name] = past + current
     return names
 
 
-def _array(item: Input, sizes: Mapping[str, int], rng: np.random.Generator) -> Array:
-    shape = tuple(
-        dim if isinstance(dim, int) else sizes[dim] if dim is not None else FIRST if axis == 0 else OTHER
-        for axis, dim in enumerate(item.shape or ())
-    )
+def _shape(item: Input, sizes: Mapping[str, int], other: int) -> tuple[int, ...]:
+    shape = []
+    for axis, dim in enumerate(item.shape or ()):
+        unnamed = FIRST if axis == 0 else other
+        shape.append(unnamed if dim is None else sizes[dim] if isinstance(dim, str) else dim)
+    return tuple(shape)
+
+
+def _array(item: Input, shape: tuple[int, ...], longest: int, rng: np.random.Generator) -> Array:
     assert item.dtype is not None
     if item.dtype.kind == "b":
         return np.zeros(shape, bool) if "use_cache" in item.name else np.ones(shape, bool)
     if item.dtype.kind in "iu":
-        return _integers(item, shape, rng).astype(item.dtype)
+        return _integers(item, shape, longest, rng).astype(item.dtype)
     return _floats(item, shape, rng).astype(item.dtype)
 
 
-def _integers(item: Input, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+def _integers(item: Input, shape: tuple[int, ...], longest: int, rng: np.random.Generator) -> Array:
     name, rank = item.name.lower(), len(shape)
     if "mask" in name:
         return np.ones(shape, np.int64)
@@ -97,23 +107,13 @@ def _integers(item: Input, shape: tuple[int, ...], rng: np.random.Generator) -> 
     if re.search(r"^sr$|sample_?rate|sampling_?rate", name):
         return np.full(shape, 16000, np.int64)
     if re.search(r"len(gth)?s?$|_len", name):
-        return np.full(shape, _longest(item), np.int64)
+        return np.full(shape, longest, np.int64)
     if rank == 4 and item.dtype == np.uint8:
         return (_picture(shape, rng) * 255).round()
     rows = list(_tables(item.value))
     if rows:
         return rng.integers(0, max(1, min(rows)), shape)
     return rng.integers(0, 2, shape) if rank else np.ones(shape, np.int64)
-
-
-def _longest(item: Input) -> int:
-    """The length of the sequences beside `item`: the largest second dimension of the graph's inputs."""
-    graph = item.value.graph
-    lengths = [OTHER]
-    if graph is not None:
-        dims = [value.shape[1] for value in graph.inputs if value.shape is not None and len(value.shape) > 1]
-        lengths = [dim for dim in dims if isinstance(dim, int)] or lengths
-    return lengths[0]
 
 
 def _tables(value: ir.Value) -> Iterator[int]:

@@ -121,17 +121,15 @@ def verify(
     _same_interface(ours, theirs)
     precision = _precision(theirs)
     bounds = _bounds(tolerance, precision)
-    inputs = model_inputs(ours)
-    if data is None:
-        made, sizes = synthesis.synthesize(ours, count, dim=dim, seed=seed)
-        feeds, source = iter(made), synthesis.describe(made, sizes)
-    else:
-        feeds = samples(data, inputs)
-        source = os.fspath(data) if isinstance(data, (str, os.PathLike)) else "the data given"
-
     config = SessionConfig(provider=provider)
     judged = [emulate(model) if _precision(model) != "fp32" else model for model in (ours, theirs)]
     sessions = [open_session(model, config) for model in judged]
+    if data is None:
+        made, source = _made_up(ours, sessions[0], dim, count, seed)
+        feeds = iter(made)
+    else:
+        feeds = samples(data, model_inputs(ours))
+        source = os.fspath(data) if isinstance(data, (str, os.PathLike)) else "the data given"
     comparison = _Comparison(ours, judged, bounds, config)
     first: tuple[Sample, Sample] | None = None
     problems: list[str] = []
@@ -142,8 +140,7 @@ def verify(
         try:
             expected = run(sessions[0], pair[0])
         except DataError as problem:
-            hint = "; give --data or --dim" if data is None else ""
-            raise DataError(f"The reference does not run on {source}: {problem}{hint}") from problem
+            raise DataError(f"The reference does not run on {source}: {problem}") from problem
         try:
             got = run(sessions[1], pair[1])
             comparison.add(pair, expected, got)
@@ -177,6 +174,31 @@ def verify(
         notes=tuple(notes),
         divergence=divergence,
     )
+
+
+def _made_up(
+    model: ir.Model, session: Any, dim: Mapping[str, int] | None, count: int, seed: int
+) -> tuple[list[Sample], str]:
+    """Samples made up from `model`, of the first size of free dimensions with which it runs, and the words for them."""
+    first: DataError | None = None
+    tried = set()
+    for other in (synthesis.OTHER, *synthesis.ALTERNATIVES):
+        made, sizes = synthesis.synthesize(model, count, dim=dim, seed=seed, other=other)
+        source = synthesis.describe(made, sizes)
+        shapes = tuple(np.shape(value) for value in made[0].values())
+        if shapes in tried:  # nothing is free
+            continue
+        tried.add(shapes)
+        try:
+            run(session, made[0])
+        except DataError as problem:
+            first = first or DataError(
+                f"The reference does not run on {source}: {problem} Give real inputs with --data, or sizes with --dim."
+            )
+        else:
+            return made, source
+    assert first is not None
+    raise first
 
 
 class _Comparison:

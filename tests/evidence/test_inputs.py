@@ -159,7 +159,7 @@ def test_synthesis_of_a_transformer() -> None:
         assert (sample["token_type_ids"] == 0).all()
         assert sample["past_key"].shape == (1, 16)
         assert not sample["use_cache_branch"].any()
-        assert sample["lengths"].tolist() == [64]
+        assert sample["lengths"].tolist() == [25]
     again, _ = synthesize(TRANSFORMER, 3, dim={"seq": 9})
     other, _ = synthesize(TRANSFORMER, 3, dim={"seq": 9}, seed=1)
     np.testing.assert_array_equal(again[2]["input_ids"], made[2]["input_ids"])
@@ -179,6 +179,7 @@ def test_synthesis_of_a_transformer() -> None:
         ("int64 sr", (), 16000, 16000),
         ("bfloat16[4] anything", (4,), 1, 1),
         ("double[n,?] anything", (1, 64), -6, 6),
+        ("float[-1,3,?,?] pixels", (1, 3, 64, 64), 0, 1),
     ],
 )
 def test_synthesis_by_name_and_shape(declaration: str, shape: tuple[int, ...], low: float, high: float) -> None:

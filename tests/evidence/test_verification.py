@@ -203,6 +203,17 @@ def test_data_that_the_reference_cannot_run() -> None:
         verify(text, text)
 
 
+def test_sizes_that_the_reference_runs_with_are_looked_for() -> None:
+    """A window of 400 must fit into what is made up: 64 does not, 512 does."""
+    reference = proto(
+        "g (float[batch,1,time] audio, float[8,1,400] w) => (float[batch,8,frames] y) { y = Conv(audio, w) }"
+    )
+    reference.graph.initializer.append(numpy_helper.from_array(np.ones((8, 1, 400), np.float32), "w"))
+    result = verify(reference, reference, check_file=False)
+    assert result.passed
+    assert "time=512" in result.data
+
+
 def test_low_interfaces_and_low_references() -> None:
     """The candidate's inputs may be 16-bit; a reference with 16-bit values is judged by its emulation too."""
     low = proto("""g (float16[batch,4] x) => (float16[batch,4] y)
