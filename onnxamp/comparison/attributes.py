@@ -21,11 +21,23 @@ def retyped_slots(node: ir.Node, other: ir.Node) -> tuple[tuple[str, str, str], 
                 continue
             if one.dtype in BY_IR and two.dtype in BY_IR:
                 slots.append((f"{kind} {k}", type_name(one.dtype), type_name(two.dtype)))
-    for name in sorted(node.attributes.keys() & other.attributes.keys()):
-        pair = _float_types(name, node.attributes[name], other.attributes[name])
+    for name in sorted({*node.attributes, *other.attributes}):
+        pair = _types(name, node, other)
         if pair and pair[0] != pair[1]:
             slots.append((f"attribute {name}", type_name(pair[0]), type_name(pair[1])))
     return tuple(slots)
+
+
+def _types(name: str, node: ir.Node, other: ir.Node) -> tuple[ir.DataType, ir.DataType] | None:
+    """The float types that an attribute sets on both sides; where it is absent, the type of the result stands for it."""
+    one, two = node.attributes.get(name), other.attributes.get(name)
+    if one is not None and two is not None:
+        return _float_types(name, one, two)
+    if name in TYPE_ATTRIBUTES or (node.op_type == "ConstantOfShape" and name == "value"):
+        pair = node.outputs[0].dtype, other.outputs[0].dtype
+        if pair[0] in BY_IR and pair[1] in BY_IR and pair[0] != pair[1]:
+            return pair  # type: ignore[return-value]
+    return None
 
 
 def _float_types(name: str, one: ir.Attr, other: ir.Attr) -> tuple[ir.DataType, ir.DataType] | None:
@@ -51,6 +63,8 @@ def edits(node: ir.Node, other: ir.Node) -> list[tuple[str, str, str]]:
     for name in names:
         one, two = node.attributes.get(name), other.attributes.get(name)
         if one is None or two is None:
+            if _types(name, node, other) and _default(one or two):
+                continue
             if not (one or two).type.name.startswith("GRAPH"):  # type: ignore[union-attr]
                 rows.append((f"attribute {name}", text(one), text(two)))
             else:
@@ -59,6 +73,15 @@ def edits(node: ir.Node, other: ir.Node) -> list[tuple[str, str, str]]:
         if not _same_attribute(name, one, two):
             rows.append((f"attribute {name}", text(one), text(two)))
     return rows
+
+
+def _default(attribute: ir.Attr | None) -> bool:
+    """Whether an attribute sets nothing but a type: ConstantOfShape's value is 0 if it is absent."""
+    if attribute is None or attribute.is_ref():
+        return False
+    if attribute.type != ir.AttributeType.TENSOR:
+        return True
+    return not np.any(attribute.as_tensor().numpy())
 
 
 def _same_attribute(name: str, one: ir.Attr, two: ir.Attr) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 
-from onnxamp.comparison import attributes, casts, constants, islands, order
+from onnxamp.comparison import attributes, casts, constants, functions, islands, order
 from onnxamp.comparison.interface import model_changes
 from onnxamp.comparison.match import Match
 from onnxamp.comparison.records import (
@@ -29,6 +30,7 @@ from onnxamp.comparison.records import (
 )
 from onnxamp.comparison.side import Scope, Side, bodies, node_name, operator, type_name
 from onnxamp.model import io, types
+from onnxamp.model.units import SHAPE_ONLY
 
 Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
@@ -61,7 +63,9 @@ class Comparison:
 
     def __init__(self, a: Source, b: Source) -> None:
         self.labels = _label(a), _label(b)
-        self.a, self.b = Side(_load(a)), Side(_load(b))
+        models = _load(a), _load(b)
+        self.inlined = functions.align(*models)
+        self.a, self.b = map(Side, models)
         self.match = Match(self.a, self.b)
 
     def result(self) -> GraphDiff:
@@ -82,14 +86,18 @@ class Comparison:
             renamed=tuple(self._renamed()),
             moved=tuple(self._moved()),
             edited=tuple(self._edited()),
-            model=tuple(model_changes(self.match, self.same_value)),
+            model=(*self.inlined, *model_changes(self.match, self.same_value)),
         )
 
     # Nodes that only one model has
 
     def _missing(self) -> tuple[list[ir.Node], list[ir.Node]]:
-        ours = _outermost(self.a, [n for n in self.a.index if n not in self.match.nodes])
-        theirs = _outermost(self.b, [n for n in self.b.index if n not in self.match.nodes_back])
+        lone = [
+            [function for key, function in one.model.functions.items() if key not in other.model.functions]
+            for one, other in ((self.a, self.b), (self.b, self.a))
+        ]
+        ours = _outermost(self.a, [n for n in self.a.index if n not in self.match.nodes], lone[0])
+        theirs = _outermost(self.b, [n for n in self.b.index if n not in self.match.nodes_back], lone[1])
         return [n for n in theirs if not self.b.is_cast(n)], [n for n in ours if not self.a.is_cast(n)]
 
     # Precision
@@ -97,7 +105,7 @@ class Comparison:
     def _retyped(self) -> list[Retyped]:
         found = []
         for node, other in self.match.nodes.items():
-            slots = attributes.retyped_slots(node, other)
+            slots = () if node.op_type in SHAPE_ONLY else attributes.retyped_slots(node, other)
             if slots:
                 found.append(
                     Retyped(
@@ -331,9 +339,11 @@ def _info(side: Side, label: str) -> ModelInfo:
     )
 
 
-def _outermost(side: Side, nodes: list[ir.Node]) -> list[ir.Node]:
-    """Without nodes in the bodies of others among them."""
+def _outermost(side: Side, nodes: list[ir.Node], functions: Iterable[ir.Function]) -> list[ir.Node]:
+    """Without nodes in the bodies of others among them, and in functions that only one model has."""
     inner: set[ir.Node] = set()
+    for function in functions:
+        inner.update(function.all_nodes())
     for node in nodes:
         if node not in inner:
             for _, body in bodies(node):

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onnxamp.comparison.records import NodeRef
 from onnxamp.dtypes import BY_IR, LOW
+from onnxamp.model.units import SHAPE_ONLY
 
 Body = ir.Graph | ir.Function
 Operator = tuple[str, str, str]
@@ -183,7 +184,12 @@ class Side:
         return NodeRef(self.scope[node].path, self.index[node], node_name(node), text)
 
     def precision(self, node: ir.Node) -> str:
-        """The type of a node's float results, or of its float operands if it has none; joined by "/" if they differ."""
+        """The type of a node's float results, or of its float operands if it has none; joined by "/" if they differ.
+
+        Shape and Size look at no elements and have no precision.
+        """
+        if node.op_type in SHAPE_ONLY:
+            return ""
         kinds = dict.fromkeys(type_name(v.dtype) for v in node.outputs if v.dtype in BY_IR)
         if not kinds:
             kinds = dict.fromkeys(type_name(v.dtype) for v in node.inputs if v is not None and v.dtype in BY_IR)

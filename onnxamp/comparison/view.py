@@ -15,6 +15,7 @@ from onnxamp.comparison.compare import Comparison, Source, decision
 from onnxamp.comparison.records import GraphDiff, NodeRef
 from onnxamp.comparison.rules import rule
 from onnxamp.comparison.side import Scope, Side, bodies, type_name
+from onnxamp.model.units import SHAPE_ONLY
 from onnxamp.report import Box, Cell, Graph, Link
 
 if TYPE_CHECKING:
@@ -283,7 +284,7 @@ class _Builder:
             if other is None
             else (self.a.precision(other), self.b.precision(node))
         )
-        slots = attributes.retyped_slots(other, node) if other is not None else ()
+        slots = attributes.retyped_slots(other, node) if other is not None and node.op_type not in SHAPE_ONLY else ()
         edits = self._edits.get((ref.scope, ref.index), []) if own else []
         renamed = other is not None and (other.name or "") != (node.name or "")
         if renamed and other is not None:
