@@ -1,0 +1,307 @@
+"""An independent judge of written files: it uses onnx, numpy and ONNX Runtime only, nothing of onnxamp."""
+
+from __future__ import annotations
+
+import collections
+import math
+import types
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, inliner, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented
+
+LOW = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
+FLOATS = LOW | {TensorProto.FLOAT}
+_HEAVY = "MatMul Gemm Conv ConvTranspose DeformConv Einsum Attention LSTM GRU RNN FusedMatMul FusedConv FusedGemm"
+_EXACT = """Reshape Transpose Slice Gather GatherND GatherElements Concat Split Identity Squeeze Unsqueeze Expand Tile Flatten Pad
+    MaxPool Relu Where Neg Abs Max Min Constant ConstantOfShape If Loop Scan DepthToSpace SpaceToDepth Clip SequenceAt SplitToSequence"""
+HEAVY = frozenset(_HEAVY.split())
+EXACT = frozenset(_EXACT.split())  # results are elements of the operands, so that nothing rounds
+Types = Mapping[str, int]
+
+
+def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with functions inlined and types on all values."""
+    return onnx.shape_inference.infer_shapes(
+        inliner.inline_local_functions(model) if model.functions else model, data_prop=True
+    )
+
+
+def element(kind: onnx.TypeProto) -> int:
+    """The element type of a tensor; -1 for sequences and optionals."""
+    return int(kind.tensor_type.elem_type) if kind.HasField("tensor_type") else -1
+
+
+def scopes(
+    graph: onnx.GraphProto, outer: collections.ChainMap[str, int] | None = None
+) -> Iterator[tuple[onnx.GraphProto, Types]]:
+    """Each graph with the types of the values that it sees."""
+    seen = (outer or collections.ChainMap()).new_child()
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        seen[value.name] = element(value.type)
+    for tensor in graph.initializer:
+        seen[tensor.name] = tensor.data_type
+    for node in graph.node:  # operators that inference does not know: the type of the first 16-bit operand
+        for output in filter(None, node.output):
+            if not seen.get(output):
+                seen[output] = next((seen[name] for name in node.input if seen.get(name) in LOW), 0)
+    yield graph, seen
+    for node in graph.node:
+        for body in bodies(node):
+            yield from scopes(body, seen)
+
+
+def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """The subgraphs of a node."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def strict(model: onnx.ModelProto) -> onnx.ModelProto:
+    """An fp32 model that rounds wherever `model` holds a 16-bit value."""
+    model = inferred(model)
+    for graph, seen in reversed(list(scopes(model.graph))):  # bodies first: replacing nodes copies them
+        for value in (*graph.input, *graph.output):
+            kind = value.type
+            while not kind.HasField("tensor_type") and (case := kind.WhichOneof("value")) in (
+                "sequence_type",
+                "optional_type",
+            ):
+                kind = getattr(kind, case).elem_type
+            if kind.tensor_type.elem_type in LOW:
+                kind.tensor_type.elem_type = TensorProto.FLOAT
+        for tensor in graph.initializer:
+            widen(tensor)
+        nodes = []
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.type == onnx.AttributeProto.TENSOR:
+                    widen(attribute.t)
+                elif attribute.name in ("dtype", "output_dtype", "output_datatype") and attribute.i in LOW:
+                    attribute.i = TensorProto.FLOAT
+            casts = []
+            for index, output in enumerate(node.output):
+                low = seen.get(output) if output else None
+                if low not in LOW or (node.op_type in EXACT and node.op_type != "Cast"):
+                    continue
+                raw, rounded = f"{output}.raw", f"{output}.rounded"
+                node.output[index] = raw
+                if node.op_type == "Cast":  # already the rounding
+                    casts.append(helper.make_node("Cast", [raw], [output], to=TensorProto.FLOAT))
+                else:
+                    casts.append(helper.make_node("Cast", [raw], [rounded], to=low))
+                    casts.append(helper.make_node("Cast", [rounded], [output], to=TensorProto.FLOAT))
+            nodes += [node, *casts]
+        del graph.node[:], graph.value_info[:]
+        graph.node.extend(nodes)
+    return model
+
+
+def widen(tensor: onnx.TensorProto) -> None:
+    """Make a 16-bit tensor fp32, which is exact."""
+    if tensor.data_type in LOW:
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))
+
+
+def adapted(feeds: Mapping[str, object], kinds: Mapping[str, int]) -> dict[str, object]:
+    """Feeds in the float types that the inputs have now."""
+
+    def one(array: object, kind: int) -> object:
+        if isinstance(array, list):
+            return [one(item, kind) for item in array]
+        if isinstance(array, np.ndarray) and array.dtype in (np.float16, np.float32) and kind in FLOATS:
+            return array.astype(helper.tensor_dtype_to_np_dtype(kind))
+        return array
+
+    return {name: one(feeds[name], kind) for name, kind in kinds.items() if name in feeds}
+
+
+def run(model: onnx.ModelProto, feeds: Mapping[str, object]) -> dict[str, object]:
+    """Outputs of ONNX Runtime, nothing optimized."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    kinds = {value.name: _leaf(value.type) for value in model.graph.input}
+    return dict(zip((o.name for o in session.get_outputs()), session.run(None, adapted(feeds, kinds)), strict=True))
+
+
+def _leaf(kind: onnx.TypeProto) -> int:
+    while (case := kind.WhichOneof("value")) in ("sequence_type", "optional_type"):
+        kind = getattr(kind, case).elem_type
+    return int(kind.tensor_type.elem_type)
+
+
+def evaluate(model: onnx.ModelProto, feeds: Mapping[str, object]) -> dict[str, object]:
+    """Outputs of ONNX Runtime, or of onnx's evaluator for the few operators whose newest version ONNX Runtime lacks."""
+    try:
+        return run(model, feeds)
+    except NotImplemented:
+        session = ReferenceEvaluator(model)
+        kinds = {value.name: _leaf(value.type) for value in model.graph.input}
+        return dict(zip(session.output_names, session.run(None, adapted(feeds, kinds)), strict=True))
+
+
+def error(expected: Mapping[str, object], got: Mapping[str, object]) -> float:
+    """Largest difference as a share of the largest expected value; inf for NaN, Inf, another shape or integers that differ."""
+    return max((_error(want, got[name]) for name, want in expected.items()), default=0.0)
+
+
+def _error(want: object, have: object) -> float:
+    if isinstance(want, list):
+        assert isinstance(have, list)
+        return max((_error(a, b) for a, b in zip(want, have, strict=True)), default=0.0)
+    if want is None:
+        return 0.0 if have is None else math.inf
+    want, have = np.asarray(want), np.asarray(have)
+    if have.shape != want.shape or (have.dtype.kind == "f") != (want.dtype.kind == "f"):
+        return math.inf
+    if want.dtype.kind != "f":
+        return math.inf if want.size and (want != have).mean() > 0.01 else 0.0
+    finite = np.isfinite(want)
+    if (np.isfinite(have) != finite).any():
+        return math.inf
+    scale = max(float(np.abs(want[finite]).max(initial=0)), 1e-6)
+    return float(np.abs(want[finite] - have[finite].astype(want.dtype)).max(initial=0)) / scale
+
+
+def interface(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    """Inputs and outputs as a caller sees them: below IR 4 every initializer is listed as an input but is a constant."""
+    constants = {tensor.name for tensor in model.graph.initializer} if model.ir_version < 4 else set()
+    return [*(value for value in model.graph.input if value.name not in constants), *model.graph.output]
+
+
+def heavy(model: onnx.ModelProto) -> tuple[int, int]:
+    """Heavy nodes that compute in 16 bits, and all that compute with floats; those between Q and DQ do not count."""
+    low = total = 0
+    for graph, seen in scopes(inferred(model).graph):
+        quantized = {output for node in graph.node if node.op_type == "DequantizeLinear" for output in node.output}
+        for node in graph.node:
+            if node.op_type in HEAVY and not quantized.issuperset(node.input[:2]):
+                kind = seen.get(next(filter(None, node.output)), 0)
+                low, total = low + (kind in LOW), total + (kind in FLOATS)
+    return low, total
+
+
+def purposeless(model: onnx.ModelProto, source: onnx.ModelProto) -> list[list[str]]:
+    """The regions of 16-bit nodes that hold no heavy node and touch no 16-bit value of the source or interface.
+
+    Nodes belong to one region if a 16-bit value goes from one to the other; what control flow hands through goes on behind it. Casts of
+    onnxamp are the borders.
+    """
+    kept = {value.name for value in (*model.graph.input, *model.graph.output) if element(value.type) in LOW}
+    for graph, seen in scopes(inferred(source).graph):
+        defined = {
+            *(v.name for v in graph.input),
+            *(t.name for t in graph.initializer),
+            *(o for n in graph.node for o in n.output),
+        }
+        kept |= {name for name in defined if seen.get(name) in LOW}
+    parent: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while parent.setdefault(name, name) != name:
+            parent[name] = parent[parent[name]]
+            name = parent[name]
+        return name
+
+    members: dict[str, str] = {}
+    forced: list[str] = list(kept)
+    counter = 0
+    for graph, seen in scopes(inferred(model).graph):
+        constants = {tensor.name for tensor in graph.initializer}
+        constants |= {node.output[0] for node in graph.node if node.op_type == "Constant"}
+        for node in graph.node:
+            if node.op_type == "Constant" or any(entry.key == "onnxamp.cast" for entry in node.metadata_props):
+                continue
+            counter += 1
+            key = f"#{counter} {node.op_type} {node.name}"
+            low_in = [name for name in node.input if seen.get(name) in LOW and name not in constants]
+            low_out = [name for name in node.output if seen.get(name) in LOW]
+            if node.op_type in ("If", "Loop", "Scan"):
+                for body in bodies(node):
+                    offset = 1 if node.op_type == "Loop" else 0
+                    for inner, outer in zip(list(body.output)[offset:], node.output, strict=False):
+                        parent[find(inner.name)] = find(outer)
+                    for inner, name in zip(body.input, node.input, strict=False):
+                        parent[find(inner.name)] = find(name)
+                continue
+            if not low_in and not low_out:
+                continue
+            for name in (*low_in, *low_out):
+                parent[find(key)] = find(name)
+            if low_out or low_in:
+                members[key] = key
+            if node.op_type in HEAVY and (low_out or low_in):
+                forced.append(key)
+    good = {find(name) for name in forced}
+    regions: dict[str, list[str]] = collections.defaultdict(list)
+    for key in members:
+        if find(key) not in good:
+            regions[find(key)].append(key)
+    return list(regions.values())
+
+
+def zeros(model: onnx.ModelProto) -> dict[str, object]:
+    """Feeds of zeros for a model of static shapes."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    return {
+        value.name: np.zeros(
+            [dim.dim_value for dim in value.type.tensor_type.shape.dim],
+            helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type),
+        )
+        for value in model.graph.input
+        if value.name not in constants
+    }
+
+
+def element_counts(source: onnx.ModelProto, feeds: Mapping[str, object]) -> dict[str, int]:
+    """How many elements each value of a model without bodies has, observed in a run."""
+    model = inferred(source)
+    kinds = {value.name: value for value in model.graph.value_info}
+    known = {value.name for value in model.graph.output}
+    for node in model.graph.node:
+        model.graph.output.extend(kinds[name] for name in node.output if name and name not in known)
+    sizes = {name: int(np.asarray(array).size) for name, array in run(model, feeds).items()}
+    return sizes | {name: int(np.asarray(array).size) for name, array in feeds.items()}
+
+
+def moved_bytes(model: onnx.ModelProto, elements: Mapping[str, int]) -> int:
+    """Bytes that the nodes of a written file without bodies read and write, given the element counts of the source's values."""
+    model = inferred(model)
+    (_, seen), *_ = scopes(model.graph)
+    sizes = dict(elements) | {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "Cast":  # one of the two has the source's name
+            count = sizes.get(node.input[0], sizes.get(node.output[0]))
+            assert count is not None
+            sizes.setdefault(node.input[0], count)
+            sizes.setdefault(node.output[0], count)
+        elif node.op_type == "Constant":
+            sizes[node.output[0]] = int(np.asarray(helper.get_node_attr_value(node, "value").dims, int).prod())
+    total = 0
+    for node in model.graph.node:
+        if node.op_type == "Constant":
+            continue
+        assert not any(bodies(node))
+        names = [*(() if node.op_type in ("Shape", "Size") else filter(None, node.input)), *filter(None, node.output)]
+        total += sum(sizes[name] * helper.tensor_dtype_to_np_dtype(seen[name]).itemsize for name in names)
+    return total
+
+
+@pytest.fixture(scope="session")
+def judge() -> types.SimpleNamespace:
+    """The functions above, for the tests of this folder."""
+    functions = (
+        *(adapted, bodies, element, element_counts, error, evaluate, heavy, inferred, interface),
+        *(moved_bytes, purposeless, run, scopes, strict, zeros),
+    )
+    return types.SimpleNamespace(NotImplemented=NotImplemented, LOW=LOW, **{f.__name__: f for f in functions})
