@@ -63,11 +63,17 @@ def model_inputs(model: ir.Model) -> list[Input]:
             continue
         shape = None
         if value.shape is not None:
-            # Some exporters write -1 for a free dimension.
-            shape = tuple((dim if dim >= 0 else None) if isinstance(dim, int) else dim.value for dim in value.shape)
+            shape = tuple(_dimension(dim) for dim in value.shape)
         dtype = np.dtype(value.dtype.numpy()) if isinstance(value.type, ir.TensorType) and value.dtype else None
         result.append(Input(value.name or "", dtype, shape, value))
     return result
+
+
+def _dimension(dim: int | ir.SymbolicDim) -> int | str | None:
+    """The size or name; some exporters write -1 or the name ``?`` for any size."""
+    if isinstance(dim, int):
+        return dim if dim >= 0 else None
+    return None if dim.value in ("?", "", "-1", "None") else dim.value
 
 
 def samples(data: Data, inputs: list[Input], limit: int | None = None) -> Iterator[Sample]:
@@ -200,7 +206,7 @@ def _cast(value: Any, item: Input, where: str) -> Array:
 
 
 def _checked(sample: Sample, inputs: list[Input], where: str) -> Sample:
-    """`sample`, if every array has the input's shape and equal names mean equal sizes."""
+    """`sample`, if every array has the input's shape, and equal names of first axes mean equal sizes."""
     sizes: dict[str, set[int]] = collections.defaultdict(set)
     for item in inputs:
         if item.shape is None or item.dtype is None:
@@ -208,10 +214,10 @@ def _checked(sample: Sample, inputs: list[Input], where: str) -> Sample:
         shape = np.shape(sample[item.name])
         if len(shape) != len(item.shape):
             raise _misfit(where, inputs, sample)
-        for got, want in zip(shape, item.shape, strict=True):
+        for axis, (got, want) in enumerate(zip(shape, item.shape, strict=True)):
             if isinstance(want, int) and want != got:
                 raise _misfit(where, inputs, sample)
-            if isinstance(want, str):
+            if isinstance(want, str) and axis == 0:  # further axes often carry names that mean nothing
                 sizes[want].add(got)
     if any(len(found) > 1 for found in sizes.values()):
         raise _misfit(where, inputs, sample)

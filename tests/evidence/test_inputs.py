@@ -92,6 +92,13 @@ def test_rows_are_dealt_out_to_a_fixed_batch() -> None:
     assert len(list(samples({"x": X, "ids": IDS}, model_inputs(FIXED), limit=1))) == 1
 
 
+def test_dimensions_that_mean_any_size() -> None:
+    paddle = model('g (float["?",3,"?","?"] x) => (float["?",3,"?","?"] y) { y = Identity(x) }')
+    assert model_inputs(paddle)[0].shape == (None, 3, None, None)
+    (sample,) = samples({"x": np.zeros((2, 3, 48, 192), np.float32)}, model_inputs(paddle))
+    assert sample["x"].shape == (2, 3, 48, 192)
+
+
 def test_low_inputs_take_fp32_data() -> None:
     low = model("g (bfloat16[N] x) => (bfloat16[N] y) { y = Identity(x) }")
     (sample,) = samples({"x": np.array([1.01], np.float32)}, model_inputs(low))
