@@ -34,11 +34,12 @@ _EXTERNAL_BYTES = 1024
 _log = logging.getLogger("onnx_ir")
 
 
-def load(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Model:
+def load(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, *, sort: bool = True) -> ir.Model:
     """A private copy of a model: mutating it never touches the source. Tensor data are shared, not copied.
 
     Args:
         source: A path, a `ModelProto` or an `ir.Model`. External data stay where they are and are checked now.
+        sort: Whether to put nodes that stand before what they read behind it (see `in_order`).
 
     Raises:
         UsageError: There is no such file.
@@ -50,7 +51,7 @@ def load(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Mode
             model = source.clone()
         except RuntimeError as problem:
             raise ModelError(f"The model cannot be copied, its graph is inconsistent: {_cause(problem)}") from None
-        return _sorted(model)
+        return in_order(model) if sort else model
     folder = None
     if isinstance(source, onnx.ModelProto):
         proto = source
@@ -63,7 +64,7 @@ def load(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Mode
     if folder is not None:
         for graph in (model.graph, *(function.graph for function in model.functions.values())):
             ir.external_data.set_base_dir(graph, os.fspath(folder))
-    return _sorted(model)
+    return in_order(model) if sort else model
 
 
 def _parse(path: pathlib.Path) -> onnx.ModelProto:
@@ -179,10 +180,10 @@ def _values(model: ir.Model) -> Iterator[ir.Value]:
         yield from all_values(graph)
 
 
-def _sorted(model: ir.Model) -> ir.Model:
+def in_order(model: ir.Model) -> ir.Model:
     """The model with its nodes in topological order, as ONNX demands; nothing moves if they are."""
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
-        if _in_order(graph):
+        if _is_in_order(graph):
             continue
         try:
             graph.sort()
@@ -191,7 +192,7 @@ def _sorted(model: ir.Model) -> ir.Model:
     return model
 
 
-def _in_order(graph: ir.Graph) -> bool:
+def _is_in_order(graph: ir.Graph) -> bool:
     seen: set[ir.Node] = set()
     own = {node.graph for node in all_nodes(graph)}
     for node in all_nodes(graph):
