@@ -197,7 +197,7 @@ class Session:
             self._say(f"note: {note}")
 
     def _say(self, text: str) -> None:
-        self.console.print(Text(text), soft_wrap=True)
+        self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
 
 
 def _alike(first: ir.Value, second: ir.Value) -> bool:

@@ -205,7 +205,7 @@ def summary(run: Run, trainer: Trainer, history: History, console: Console) -> N
     """The last lines: what was done, what came out, what to do next."""
 
     def say(text: str, style: str = "") -> None:
-        console.print(Text(text, style=style), soft_wrap=True)
+        console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
 
     shown = run.folder
     rate = history.rows / history.seconds if history.seconds else 0.0

@@ -252,7 +252,7 @@ class _Run:
             self._evaluate()
         if loop.reason is None and self.losses and not loop.step:
             raise DivergedError(
-                f"None of the {loop.windows} windows could be applied, the last because {self._last_cause}; lower the "
+                f"None of the {loop.windows} windows could be applied (the last: {self._last_cause}); lower the "
                 "learning rate, mend the data or train longer, and see `onnxamp diagnose`."
             )
         loop.reason = loop.reason or "done"
@@ -327,13 +327,12 @@ class _Run:
         self._since = time.perf_counter()
 
     def _cause(self, result: Step) -> str:
-        """Why a window was skipped, and the parameter nearest to the output whose gradient is not finite."""
+        """Why a window was skipped; of an overflow also where: the parameter nearest to the output."""
         cause = result.cause or "the gradient is not finite"
-        names = self.loop.trainer.nonfinite_gradients()
-        if not names:
+        if not cause.startswith("a gradient overflowed") or not (names := self.loop.trainer.nonfinite_gradients()):
             return cause
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return f"{cause}, seen in the gradient of {names[-1]}{more}"
+        return f"gradient of {names[-1]}{more} overflowed"
 
     def _evaluate(self) -> None:
         assert self.val is not None

@@ -50,14 +50,14 @@ class Progress(Callback):
         self._sums = [0.0, 0.0]
         self._lines = 0
         self._began = self._shown = time.monotonic()
-        self._values = ""
+        self._values = self._metric = ""
         self._share_before = 0.0
 
     def on_start(self, loop: Loop) -> None:
         self._began = self._shown = time.monotonic()
         self._share_before = self._share(loop) or 0.0
         if self.console.is_terminal:
-            self._live = Live(console=self.console, refresh_per_second=8, transient=True, get_renderable=lambda: "")
+            self._live = Live("", console=self.console, refresh_per_second=8, transient=True)
             self._live.start()
 
     def on_window(self, loop: Loop, window: Window) -> None:
@@ -87,7 +87,7 @@ class Progress(Callback):
                 self._say("  more skipped windows are only counted from here; metrics.jsonl has them all", "yellow")
             return
         before, after = window.report["loss_scale"], window.report["next_loss_scale"]
-        scale = f"loss scale {scale_text(before)}"
+        scale = f"scale {scale_text(before)}"
         scale += f" → {scale_text(after)}" if after != before else " stays"
         self._say(f"  window {loop.windows} skipped: {window.cause}; {scale}", "yellow")
 
@@ -97,6 +97,7 @@ class Progress(Callback):
         mark = "  (best)" if best.get("windows") == loop.windows else ""
         self._summary(loop, numbers + mark)
         self._values = numbers
+        self._metric = next((f"{name} {value:.4g}" for name, value in values.items() if name != "val_loss"), "")
 
     def on_epoch(self, loop: Loop) -> None:
         if not self._values:
@@ -117,7 +118,7 @@ class Progress(Callback):
             self._live = None
 
     def _say(self, text: str, style: str = "") -> None:
-        self.console.print(Text(text, style=style), soft_wrap=True)
+        self.console.print(Text(text, style=style), soft_wrap=not self.console.is_terminal)
 
     def _share(self, loop: Loop) -> float | None:
         """The part of the run that is done."""
@@ -128,6 +129,8 @@ class Progress(Callback):
     def _words(self, loop: Loop) -> str:
         of = f"/{loop.epochs}" if loop.epochs is not None else ""
         parts = [f"epoch {loop.epoch + 1}{of}", f"step {loop.step}", f"loss {self._loss:.4g}"]
+        if self._metric and self.console.width >= 100:
+            parts.append(self._metric)
         if self._scale != 1:
             parts.append(f"scale {scale_text(self._scale)}")
         if loop.skipped:

@@ -259,7 +259,7 @@ def test_poisoned_rows_are_skipped_and_named(place, call):
     skipped = [line for line in out.splitlines() if "skipped:" in line]
     assert len(skipped) == 4
     assert "'image' holds 64 NaN" in skipped[0]
-    assert "loss scale 65536 → 32768" in skipped[0]
+    assert "; scale 65536 → 32768" in skipped[0]
     parameters = [value for key, value in last(place / "poisoned").items() if key.startswith("master/")]
     assert all(np.isfinite(value).all() for value in parameters)
     code, out, _ = call("diagnose", place / "poisoned", "--data", poisoned, "--rows", 32, "--json")
