@@ -21,8 +21,8 @@ _NAMES = {
     ir.DataType.FLOAT16: "float16",
     ir.DataType.BFLOAT16: "bfloat16",
 }
-# ONNX Runtime folds or removes these before it looks for a kernel.
-_WITHOUT_KERNEL = frozenset({"Constant"})
+# ONNX Runtime folds these, or rewrites them to Cast, before it looks for a kernel.
+_WITHOUT_KERNEL = frozenset({"Constant", "CastLike"})
 
 
 class TargetTable:
