@@ -104,7 +104,8 @@ def test_bad_options(wrong):
 
 
 MASK = """g (float[4,4] q, float[4,4] m, bool[4,4] c) => (float[4,4] y)
-<float[4,4] w = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}, float one = {1}, float big = {-1e9}, float[4] row = {0,0,-1e9,-1e30}, float other = {1e9}>
+<float[4,4] w = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}, float one = {1}, float big = {-1e9}, float[4] row = {0,0,-1e9,-1e30},
+ float other = {1e9}>
 { h = MatMul(q, w) BODY p = Softmax(s) y = MatMul(p, w) }"""
 
 

@@ -10,7 +10,8 @@ from onnxamp.policy.rules import BINDING, NUMERICAL
 HEAD = """g (float[4,4] x, int64[4] n) => (float[4,4] y)
 <float[4,4] w = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}, float[1,4] freq = {1,2,3,4},
  float two = {2}, float half = {0.5}, float one = {1},
- int64[1] last = {-1}, int64[4] shape = {1,1,4,4}, int64[2] back = {4,4}, int64[4] grid = {1,4,2,2}, int64[4] flat = {4,4,1,1}, int64[4] big = {4,4,100,100}>
+ int64[1] last = {-1}, int64[4] shape = {1,1,4,4}, int64[2] back = {4,4}, int64[4] grid = {1,4,2,2},
+ int64[4] flat = {4,4,1,1}, int64[4] big = {4,4,100,100}>
 { h = MatMul(x, w)
 """
 TAIL = "\n y = MatMul(r, w) }"
