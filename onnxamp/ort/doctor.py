@@ -109,7 +109,11 @@ def diagnose() -> Diagnosis:
         version = str(module.__version__)
         providers = [_probe(name) for name in module.get_available_providers() if name != "AzureExecutionProvider"]
     except RuntimeMissingError as problem:
-        findings.append(str(problem).partition(": run `onnxamp doctor`")[0].rstrip(".") + ".")
+        cause = str(problem).partition(": run `onnxamp doctor`")[0].rstrip(".") + "."
+        gone = bool(distributions) and isinstance(problem.__cause__, ModuleNotFoundError)
+        findings.append(
+            "A distribution of ONNX Runtime is installed, but its folder onnxruntime/ is gone." if gone else cause
+        )
     _check_distributions(distributions, version, findings, commands)
     if len(distributions) == 1:
         _check_providers(next(iter(distributions)), providers, findings, commands)
