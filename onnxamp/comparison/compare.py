@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 
 from onnxamp.comparison import attributes, casts, constants, functions, islands, order
-from onnxamp.comparison.interface import model_changes
+from onnxamp.comparison.interface import model_changes, signature_text
 from onnxamp.comparison.match import Match
 from onnxamp.comparison.records import (
     CastChange,
@@ -63,9 +63,9 @@ class Comparison:
 
     def __init__(self, a: Source, b: Source) -> None:
         self.labels = _label(a), _label(b)
-        models = _load(a), _load(b)
-        self.inlined = functions.align(*models)
-        self.a, self.b = map(Side, models)
+        one, other = _load(a), _load(b)
+        self.inlined = functions.align(one[0], other[0])
+        self.a, self.b = Side(*one), Side(*other)
         self.match = Match(self.a, self.b)
 
     def result(self) -> GraphDiff:
@@ -311,12 +311,19 @@ def decision(node: ir.Node) -> Decision | None:
     return Decision(node.metadata_props.get("onnxamp.precision", ""), code, evidence)
 
 
-def _load(source: Source) -> ir.Model:
-    model = io.load(source)
-    nodes = itertools.chain(model.graph.all_nodes(), *(f.all_nodes() for f in model.functions.values()))
-    if any(value.type is None or value.shape is None for node in nodes for value in node.outputs):
+def _load(source: Source) -> tuple[ir.Model, dict[ir.Node, int], dict[ir.Value, str]]:
+    """A model with its types; order and interface are noted before sorting and inference touch them."""
+    model = io.load(source, sort=False)
+    positions = {node: k for k, node in enumerate(_nodes(model))}
+    declared = {value: signature_text(value) for value in (*model.graph.inputs, *model.graph.outputs)}
+    io.in_order(model)
+    if any(value.type is None or value.shape is None for node in positions for value in node.outputs):
         types.infer(model)
-    return model
+    return model, positions, declared
+
+
+def _nodes(model: ir.Model) -> Iterator[ir.Node]:
+    return itertools.chain(model.graph.all_nodes(), *(f.all_nodes() for f in model.functions.values()))
 
 
 def _label(source: Source) -> str:

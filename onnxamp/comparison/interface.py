@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnxamp.comparison.casts import shape_text
 from onnxamp.comparison.match import Match
 from onnxamp.comparison.records import ModelChange
-from onnxamp.comparison.side import type_name
+from onnxamp.comparison.side import Side, type_name
 
 
 def model_changes(match: Match, same: Callable[[ir.Value, ir.Value], bool]) -> list[ModelChange]:
@@ -54,6 +54,10 @@ def signature_text(value: ir.Value) -> str:
     return f"{kind} {shape}".strip()
 
 
+def _declared(side: Side, value: ir.Value) -> str:
+    return side.declared.get(value) or signature_text(value)
+
+
 def _inputs(model: ir.Model) -> list[ir.Value]:
     """Inputs; below IR 4 without the initializers among them, which are constants there."""
     return [v for v in model.graph.inputs if model.ir_version >= 4 or not v.is_initializer()]
@@ -83,7 +87,7 @@ def _values(
             pairs.append((value, other))
             back.add(other)
     for value, other in pairs:
-        before, after = signature_text(value), signature_text(other)
+        before, after = _declared(match.a, value), _declared(match.b, other)
         if before != after:
             yield ModelChange(f"{kind} {value.name}", before, after)
         if kind == "output" and not same(value, other):
@@ -91,10 +95,10 @@ def _values(
                 f"source of output {value.name}", match.a.root(value).name or "", match.b.root(other).name or ""
             )
     for value in lone:
-        yield ModelChange(f"{kind} {value.name}", signature_text(value), "")
+        yield ModelChange(f"{kind} {value.name}", _declared(match.a, value), "")
     for value in theirs:
         if value not in back:
-            yield ModelChange(f"{kind} {value.name}", "", signature_text(value))
+            yield ModelChange(f"{kind} {value.name}", "", _declared(match.b, value))
     place = {v: k for k, v in enumerate(theirs)}
     order = [place[other] for _, other in pairs]
     if order != sorted(order):

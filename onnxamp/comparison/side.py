@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -77,8 +77,20 @@ def type_name(kind: ir.DataType | None) -> str:
 class Side:
     """A model with what matching and comparing ask again and again, each computed once in linear time."""
 
-    def __init__(self, model: ir.Model) -> None:
+    def __init__(
+        self,
+        model: ir.Model,
+        positions: Mapping[ir.Node, int] | None = None,
+        declared: Mapping[ir.Value, str] | None = None,
+    ) -> None:
+        """Args:
+        model: The model, sorted and with its types.
+        positions: Order of the nodes in the file; that of the model if None. Nodes without one go to their neighbours.
+        declared: Types and shapes of the interface as the file has them; as the model has them if None.
+        """
         self.model = model
+        self.declared = declared or {}
+        self._positions = positions or {}
         self.scopes: list[Scope] = []
         self.scope: dict[ir.Node, Scope] = {}
         self.index: dict[ir.Node, int] = {}
@@ -114,7 +126,7 @@ class Side:
                         self.constants[value] = value.const_value
                         scope.constants.append(value)
             found: list[tuple[str, Body]] = []
-            for node in graph:
+            for node in self._in_file_order(graph):
                 tensor = constant_tensor(node)
                 if tensor is not None:
                     self.constants[node.outputs[0]] = tensor
@@ -129,6 +141,13 @@ class Side:
                     inner = f"{node_name(node)}/{name}"
                     found.append((f"{path}/{inner}" if path else inner, body))
             todo.extend(reversed(found))
+
+    def _in_file_order(self, graph: Body) -> list[ir.Node]:
+        last = -1
+        place = {}
+        for node in graph:
+            last = place[node] = self._positions.get(node, last)
+        return sorted(place, key=place.__getitem__)
 
     def at(self, graph: Body) -> Scope:
         """The scope of a graph of this model."""

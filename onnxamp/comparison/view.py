@@ -197,18 +197,18 @@ class _Builder:
     def _order(self, one: Scope | None, other: Scope | None) -> Iterator[tuple[ir.Node, bool]]:
         """(node, whether it is the second model's)."""
         if other is None:
-            yield from ((node, False) for node in one.nodes) if one else ()
+            yield from ((node, False) for node in _in_order(one)) if one else ()
             return
         lone: dict[ir.Node | None, list[ir.Node]] = collections.defaultdict(list)
         last: ir.Node | None = None
-        for node in one.nodes if one else ():
+        for node in _in_order(one) if one else ():
             image = self.match.nodes.get(node)
             if image is None:
                 lone[last].append(node)
             elif self.b.scope[image] is other:
                 last = image
         yield from ((node, False) for node in lone[None])
-        for node in other.nodes:
+        for node in _in_order(other):
             yield node, True
             yield from ((gone, False) for gone in lone[node])
 
@@ -355,6 +355,12 @@ class _Builder:
             ]
             facts.append(("Attributes", rows))
         return facts
+
+
+def _in_order(scope: Scope) -> list[ir.Node]:
+    """The nodes of a scope in topological order, which that of the file need not be."""
+    wanted = set(scope.nodes)
+    return [node for node in scope.graph if node in wanted]
 
 
 def _value(value: ir.Value | None) -> str:
