@@ -84,6 +84,15 @@ class ConfiguredCommand(click.Command):
                     return f"--{self.flag(param)}" if isinstance(param, click.Option) else param.human_readable_name
         return None
 
+    def given(self, ctx: click.Context, names: frozenset[str]) -> list[str]:
+        """Flags of those parameters that stand on the command line or in a file."""
+        told = (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.DEFAULT_MAP)
+        return [
+            self.flag(param)
+            for param in self.params
+            if param.name in names and ctx.get_parameter_source(param.name) in told
+        ]
+
     @staticmethod
     def flag(param: click.Parameter) -> str:
         """The name of a parameter in a file: its long option without the dashes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from onnxamp.commands._configured import pairs
-from onnxamp.commands._training_options import build_arguments
+from onnxamp.commands._training_options import OPTION_NAMES, build_arguments
 from onnxamp.errors import UsageError
 from onnxamp.model import io
 from onnxamp.trainer import export, state_dict
@@ -23,7 +23,6 @@ from onnxamp.trainer.drive import Plan, drive
 from onnxamp.trainer.fit import History
 from onnxamp.trainer.metrics import metric
 from onnxamp.trainer.micro_batch import micro_batch
-from onnxamp.trainer.outputs import metric_options
 from onnxamp.trainer.run import Run
 from onnxamp.trainer.trainer import Trainer
 from onnxamp.training import build
@@ -37,9 +36,13 @@ class Session:
         options: Parameters of the command.
         effective: What is saved as the configuration of the run.
         console: Where a person looks.
+        building: Options given that say how a bundle is built.
     """
 
-    def __init__(self, options: Mapping[str, Any], effective: Mapping[str, Any], console: Console) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], effective: Mapping[str, Any], console: Console, building: Sequence[str] = ()
+    ) -> None:
+        self.building = building
         self.options = options
         self.effective = dict(effective)
         self.console = console
@@ -113,6 +116,13 @@ class Session:
                 raise UsageError(
                     "A bundle is finished: give --init-from, --replace-head or --like with the model itself."
                 )
+            if self.building:
+                raise UsageError(
+                    f"The bundle {source} has its own --{self.building[0]}: build another one for this value."
+                )
+            for name in OPTION_NAMES:
+                if name != "seed":
+                    self.effective.pop(name.replace("_", "-"), None)
             path = Path(source) / "names.json"
             return Bundle.load(source), state_dict.Names.load(path) if path.is_file() else None
         model = self._model(source)
@@ -167,7 +177,6 @@ class Session:
 
     def _plan(self, trainer: Trainer) -> Plan:
         options = self.options
-        how = metric_options(trainer.bundle)
         plan = Plan(
             data=self.data,
             val=options["val"],
@@ -176,7 +185,7 @@ class Session:
             steps=options["steps"],
             batch_size=self.effective.get("batch-size", 32),
             eval_every=options["eval_every"],
-            metrics=tuple(metric(name, **how) for name in options["metric"]),
+            metrics=tuple(metric(name, **trainer.metric_options) for name in options["metric"]),
             early_stop=options["early_stop"],
             patience=options["patience"],
             save_every=options["save_every"],

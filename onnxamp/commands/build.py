@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -19,10 +20,11 @@ from onnxamp.commands._training_options import training_options
 )
 @click.argument("model", type=click.Path())
 @click.option("-o", "--output", required=True, type=click.Path(file_okay=False), help="The folder to write.")
+@click.option("--like", metavar="FILE", help="State dict (safetensors) of the model: export gives its names back.")
 @training_options
 @click.option("--force", is_flag=True, help="Replace a bundle that exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(model: str, output: str, force: bool, as_json: bool, **options: Any) -> int:
+def command(model: str, output: str, like: str | None, force: bool, as_json: bool, **options: Any) -> int:
     """Write the graphs that train MODEL as a folder: gradients, end of window, optimizer, evaluation, state and manifest.
 
     Any language with ONNX Runtime can drive them; `onnxamp train` does.
@@ -32,8 +34,16 @@ def command(model: str, output: str, force: bool, as_json: bool, **options: Any)
     from onnxamp.training import build
 
     arguments = build_arguments(options)
+    names = None
+    if like is not None:
+        from onnxamp.model import io
+        from onnxamp.trainer import state_dict
+
+        names = state_dict.match(state_dict.initializers(io.load(model)), like)
     with console.progress(f"building {model}"):
         bundle = build(model, **arguments).save(output, overwrite=force)
+    if names is not None:
+        names.save(Path(output) / "names.json")
     summary = bundle.summary()
     if as_json:
         console.print_json(summary)

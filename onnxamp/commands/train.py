@@ -72,7 +72,8 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int:
     if not options["output"]:
         raise UsageError("Where should the run go? Give -o RUN.")
     screen = console.stderr() if as_json else console.stdout()
-    session = Session(options, ctx.command.effective(ctx), screen)
+    building = ctx.command.given(ctx, frozenset(OPTION_NAMES) - {"seed"})
+    session = Session(options, ctx.command.effective(ctx), screen, building)
     if session.resumes and (flag := ctx.command.changed(ctx, _FIXED)):
         raise UsageError(
             f"{flag} is fixed in a run that goes on; begin a new one with `--init-from {options['output']} -o OTHER`."

@@ -46,6 +46,9 @@ class Steps(Protocol):
     @property
     def accumulate(self) -> int: ...
 
+    @property
+    def metric_options(self) -> Mapping[str, Any]: ...
+
     def micro_step(self, batch: Batch) -> Step: ...
 
     def flush(self) -> Step | None: ...
@@ -209,7 +212,8 @@ def fit(
         bound = bind(open_data(val), trainer.fields, columns=columns, optional=("weights",))
         checks = Batches(bound, val_batch_size or batch_size, shuffle=False, rank=rank, world_size=world_size)
     loop = Loop(trainer, batches, epochs, steps)
-    return _Run(loop, callbacks, checks, eval_every, [metric(which) for which in metrics]).run()
+    measures = [metric(which, **trainer.metric_options) for which in metrics]
+    return _Run(loop, callbacks, checks, eval_every, measures).run()
 
 
 class _Run:

@@ -26,8 +26,10 @@ from onnxamp.trainer.batch import BatchCheck
 from onnxamp.trainer.collective import Collective, SingleProcess
 from onnxamp.trainer.data import Field
 from onnxamp.trainer.evaluator import Evaluator, without_loss
+from onnxamp.trainer.gradient import Gradient
 from onnxamp.trainer.inference import inference_model
 from onnxamp.trainer.loop import Loop, StepResult, Window
+from onnxamp.trainer.outputs import metric_options
 from onnxamp.trainer.program import Place, Program, Results
 from onnxamp.trainer.update import Update
 from onnxamp.training.bundle import Bundle
@@ -57,7 +59,6 @@ class Trainer:
         collective: The processes that train together.
 
     Attributes:
-        refusals: Outputs that may not overwrite their input on this runtime, each with the reason.
         position: What the data loop wants to find again after a restart; saved with each checkpoint.
 
     Raises:
@@ -90,15 +91,22 @@ class Trainer:
         self._environment = checkpoint.environment(self.provider, threads)
         place = Place(self._arenas, Results(device), self._config, in_place, self._segment_scalars(device))
         graphs = self.manifest.graphs
-        grad, reduce = (Program(self._executable(name), graphs[name], place) for name in ("grad", "reduce"))
-        update = Update(self._executable("update"), graphs["update"], place, threads)
-        parts = {"grad": grad.refusals, "reduce": reduce.refusals, "update": update.refusals}
-        self.refusals = {f"{name}: {output}": why for name, part in parts.items() for output, why in part.items()}
+        self._grad = Gradient(self._executable("grad"), graphs["grad"], place)
+        self._reduce = Program(self._executable("reduce"), graphs["reduce"], place)
+        self._update = Update(self._executable("update"), graphs["update"], place, threads)
+        self._grad.program(accumulate == 1)  # what cannot run here should be said now
         self._check = BatchCheck(
             graphs["grad"].of_kind("data", "labels", "weights"), self.manifest.rows, self.manifest.labels
         )
         self._loop = Loop(
-            self.manifest, self._arenas, grad, reduce, update, accumulate, self.collective, self._weight_sum
+            self.manifest,
+            self._arenas,
+            self._grad,
+            self._reduce,
+            self._update,
+            accumulate,
+            self.collective,
+            self._weight_sum,
         )
 
     @property
@@ -117,6 +125,25 @@ class Trainer:
         """The arrays that a batch has: the model's inputs, `labels`, and `weights` (optional)."""
         ports = self.manifest.graphs["grad"].of_kind("data", "labels", "weights")
         return tuple(Field(port.name, numpy_dtype(port.dtype), port.shape) for port in ports)
+
+    @property
+    def metric_options(self) -> dict[str, Any]:
+        """How metrics that are given by name have to read outputs and labels."""
+        return metric_options(self.bundle)
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """Outputs that the bundle lets overwrite their input but this runtime does not, each with the reason."""
+        grad = self._grad.program(self.accumulate == 1).refusals
+        parts = {"grad": grad, "reduce": self._reduce.refusals, "update": self._update.refusals}
+        aliased = {
+            f"{name}: {port.name}"
+            for name, graph in self.manifest.graphs.items()
+            for port in graph.outputs
+            if port.alias
+        }
+        found = {f"{name}: {output}": why for name, part in parts.items() for output, why in part.items()}
+        return {output: why for output, why in found.items() if output in aliased}
 
     @property
     def step(self) -> int:

@@ -231,6 +231,38 @@ def test_starting_from_another_run(run, place, call):
     assert json.loads(out)["values"]["accuracy"] > 0.85
 
 
+def test_a_bundle_trains_with_what_it_was_built_with(place, original, call):
+    bundle = place / "bundle"
+    code, _, err = call(
+        "build", place / "mlp.onnx", "-o", bundle, "--loss", "cross_entropy", "--level", "O0", "--like", original
+    )
+    assert code == 0, err
+    arguments = ["train", bundle, "--data", place / "train.npz", "--threads", 1]
+    code, _, err = call(*arguments, "-o", place / "bundled", "--lr", 3)
+    assert (code, err) == (2, f"Error: The bundle {bundle} has its own --lr: build another one for this value.\n")
+    assert call(*arguments, "-o", place / "bundled")[0] == 0
+    assert call("export", place / "bundled", "--state-dict", place / "b.safetensors")[0] == 0
+    assert call("train", "--config", place / "bundled/config.toml", "-o", place / "bundled2")[0] == 0
+    first, second = last(place / "bundled"), last(place / "bundled2")
+    assert all(first[key].tobytes() == second[key].tobytes() for key in first)
+
+
+def test_the_head_for_other_classes(place, call):
+    labels = np.load(place / "train.npz")["labels"] % 3
+    data = flat(TRAIN, place / "three.npz", labels=labels)
+    arguments = options(
+        place, place / "three", data=data, val=data, frozen="*", trainable="MatMul_7", **{"replace-head": "logits:3"}
+    )
+    code, out, err = call(*arguments)
+    assert code == 0, err
+    assert out.startswith("96 parameters")
+    model = {t.name: numpy_helper.to_array(t) for t in onnx.load(place / "three/model.onnx").graph.initializer}
+    assert model["MatMul_7"].shape == (32, 3)
+    code, _, err = call("replace-head", place / "mlp.onnx", "--units", 3, "-o", place / "head.onnx")
+    assert code == 0, err
+    assert call("replace-head", place / "mlp.onnx", "--units", 3, "-o", place / "head.onnx")[0] == 2
+
+
 def test_global_batch_and_early_stop(place, call):
     arguments = options(
         place,

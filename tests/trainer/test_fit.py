@@ -32,6 +32,8 @@ class Counter:
         Field("weights", np.dtype(np.float32), ("batch",)),
     )
 
+    metric_options: dict = {}  # noqa: RUF012
+
     def __init__(self, accumulate: int = 1, bad: tuple[int, ...] = ()) -> None:
         self.accumulate = accumulate
         self.bad = bad
