@@ -13,6 +13,7 @@ import json
 from typing import Any
 
 import onnx.defs
+import onnx.helper
 import onnx_ir as ir
 
 
@@ -65,6 +66,12 @@ def _formal(formals: tuple[Formal, ...], index: int) -> Formal | None:
     if formals and formals[-1].variadic:
         return formals[-1]
     return None
+
+
+def standard_opset(model: ir.Model) -> int:
+    """The version of ai.onnx that `model` imports; if it imports none, the one that came with its IR version."""
+    versions = [row[2] for row in onnx.helper.VERSION_TABLE if row[1] <= model.ir_version]
+    return model.opset_imports.get("", max(versions, default=1))
 
 
 @functools.cache

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import onnx
 import onnx_ir as ir
 
 from onnxamp.dtypes import BY_NAME, LOW
 from onnxamp.errors import UnsupportedError
+from onnxamp.model.signatures import standard_opset
 from onnxamp.model.units import Read
 from onnxamp.passes.names import Names
 from onnxamp.policy.plan import Plan
@@ -33,7 +33,7 @@ class InsertCastsPass(ir.passes.InPlacePass):
         if not wanted:
             return ir.passes.PassResult(model, modified=False)
         self._names = Names(model)
-        self._opset = _standard_opset(model)
+        self._opset = model.opset_imports.setdefault("", standard_opset(model))
         self._front: dict[ir.Graph, ir.Node | None] = {}
         self._last: dict[ir.Node, ir.Node] = {}
         for (value, kind), reads in wanted.items():
@@ -109,10 +109,3 @@ def _current(read: Read) -> ir.Value:
     value = read.site.inputs[read.index] if isinstance(read.site, ir.Node) else read.site.outputs[read.index]
     assert value is not None
     return value
-
-
-def _standard_opset(model: ir.Model) -> int:
-    if "" not in model.opset_imports:
-        versions = [row[2] for row in onnx.helper.VERSION_TABLE if row[1] <= model.ir_version]
-        model.opset_imports[""] = max(versions)
-    return model.opset_imports[""]

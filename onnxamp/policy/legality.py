@@ -14,7 +14,7 @@ import onnx.defs
 import onnx_ir as ir
 
 from onnxamp.dtypes import FloatType
-from onnxamp.model.signatures import Signature, signature
+from onnxamp.model.signatures import Signature, signature, standard_opset
 from onnxamp.model.units import Read, TypeGraph, Unit
 from onnxamp.policy import codes
 from onnxamp.policy.decision import Decision
@@ -60,7 +60,7 @@ def interface_decision(unit: Unit, dtype: str) -> Decision:
 
 def castable(model: ir.Model, low: FloatType) -> bool:
     """Whether the model's Cast operator knows the 16-bit type; without it the type cannot meet fp32."""
-    cast = signature("", "Cast", model.opset_imports.get("", onnx.defs.onnx_opset_version()))
+    cast = signature("", "Cast", standard_opset(model))
     return cast is not None and cast.allows("T2", low.ir)
 
 
