@@ -12,6 +12,7 @@ from onnxamp.ort.values import Buffer, View, element_type
 from onnxamp.trainer.arenas import Arenas
 from onnxamp.trainer.batch import Batch
 from onnxamp.trainer.collective import Collective
+from onnxamp.trainer.gradient import Gradient
 from onnxamp.trainer.program import Program
 from onnxamp.trainer.update import Update
 from onnxamp.training.manifest import REPORT, Manifest
@@ -107,7 +108,7 @@ class Loop:
         self,
         manifest: Manifest,
         arenas: Arenas,
-        grad: Program,
+        grad: Gradient,
         reduce: Program,
         update: Update,
         accumulate: int,
@@ -124,7 +125,6 @@ class Loop:
         self._collective = collective
         self._windows = 0
         self._seeded = float(arenas.tensor("scalars/seed_divisor")) != 0
-        self._hosts = {port.name: port.ref for port in manifest.graphs["grad"].of_kind("host")}
         self._loss = next(p for p in manifest.graphs["grad"].outputs if p.name == "amp.loss")
         self._report = next(p for p in manifest.graphs["reduce"].outputs if p.ref == "report")
         self._weight_sum = weight_sum
@@ -146,10 +146,9 @@ class Loop:
             "micro_step": np.array(window.micro_steps * ranks + rank, np.int64),
         }
         loss, scale = self._memory(()), self._scale()
-        self._grad.run(
-            {**batch.feeds, **{name: hosts[ref] for name, ref in self._hosts.items()}}, {self._loss.name: loss}
-        )
-        self._grad.turn()
+        feeds = {**batch.feeds, **{name: hosts[ref] for name, ref in self._grad.hosts.items()}}
+        alone = self.accumulate == 1 and window.micro_steps == 0
+        self._grad.run(feeds, {self._loss.name: loss}, alone)
         if not self._seeded:
             self._set_divisor(0)
         window.micro_steps += 1
@@ -231,7 +230,7 @@ class Loop:
     def _ranks(self, rows: int) -> tuple[int, int]:
         """Rows of lower ranks in this micro-step, and of all ranks."""
         size, rank = self._collective.world_size, self._collective.rank
-        if size == 1 or "row_offset" not in self._hosts.values():
+        if size == 1 or "row_offset" not in self._grad.hosts.values():
             return 0, rows
         counts = np.zeros(size, np.float32)
         counts[rank] = rows

@@ -74,12 +74,13 @@ class Program:
         place: Where it runs.
 
     Attributes:
+        names: The graph's inputs; a specialized graph may lack some of the ports.
         refusals: For each output that may not overwrite its input, why.
     """
 
     def __init__(self, model: ir.Model, ports: GraphPorts, place: Place) -> None:
-        present = {value.name for value in model.graph.inputs}
-        self.ports = dataclasses.replace(ports, inputs=tuple(port for port in ports.inputs if port.name in present))
+        self.names = frozenset(value.name for value in model.graph.inputs)
+        self.ports = dataclasses.replace(ports, inputs=tuple(port for port in ports.inputs if port.name in self.names))
         self._place = place
         self._bindings: dict[tuple[object, ...], Binding] = {}
         with tempfile.TemporaryDirectory(prefix="onnxamp-") as folder:
