@@ -18,13 +18,7 @@ _BROADCASTING = frozenset({"Add", "Sub", "Mul", "Div", "Where", "Pow"})
 
 
 class Builder(Emitter):
-    """The `op` argument of a gradient rule.
-
-    Attributes:
-        wanted: Positions of the inputs of the current node whose gradient is needed.
-    """
-
-    wanted: frozenset[int] = frozenset()
+    """The `op` argument of a gradient rule."""
 
     def emit(
         self,

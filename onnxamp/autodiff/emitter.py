@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
 
 import numpy as np
 import onnx_ir as ir
@@ -75,7 +76,13 @@ class Emitter:
     Args:
         graph: The graph that the nodes are appended to; typed, with opset 13 or later.
         opset_imports: Opsets of the model, when `graph` does not carry them itself.
+
+    Attributes:
+        wanted: Positions of the inputs of the current node whose gradient is needed; captured values of its bodies follow
+            after its inputs.
     """
+
+    wanted: frozenset[int] = frozenset()
 
     def __init__(self, graph: ir.Graph, opset_imports: dict[str, int] | None = None) -> None:
         self.graph = graph
@@ -102,6 +109,7 @@ class Emitter:
             if key is not None:
                 self._known.setdefault(key, tuple(node.outputs))
         self._claimed: set[ir.Value] = set()
+        self._nested = 0
         self._prefix = "grad"
         self._metadata: dict[str, str] = {}
 
@@ -115,7 +123,9 @@ class Emitter:
         return emit
 
     def enter(self, node: ir.Node | None) -> None:
-        """Name and mark what follows after the forward node `node`."""
+        """Name and mark what follows after the forward node `node`; nested walks keep the name of the outer node."""
+        if self._nested:
+            return
         if node is None:
             self._prefix, self._metadata = "grad", {}
             return
@@ -125,6 +135,17 @@ class Emitter:
         for key in ("onnxamp.precision", "onnxamp.code"):
             if key in node.metadata_props:
                 self._metadata[key] = node.metadata_props[key]
+
+    @contextlib.contextmanager
+    def nested(self) -> Iterator[None]:
+        """Within, `enter` changes nothing and `wanted` is put back at the end."""
+        wanted = self.wanted
+        self._nested += 1
+        try:
+            yield
+        finally:
+            self._nested -= 1
+            self.wanted = wanted
 
     def emit(
         self,
@@ -145,6 +166,21 @@ class Emitter:
             results = self._append(op_type, values, attributes, outputs, domain)
             return tuple(self.cast(v, low) if v.dtype == ir.DataType.FLOAT else v for v in results)
         return self._append(op_type, values, attributes, outputs, domain)
+
+    def body(self, name: str) -> Self:
+        """A builder for an empty graph that will be the body of a node; its names are distinct from all others."""
+        graph = ir.Graph([], [], nodes=[], name=self.unique(f"{self._prefix}/{name}"))
+        inner = type(self)(graph, self.opsets)
+        inner._names, inner._node_names = self._names, self._node_names
+        inner._prefix, inner._metadata = str(graph.name), self._metadata
+        return inner
+
+    def argument(self, like: ir.Value, drop: int = 0) -> ir.Value:
+        """A new input of this graph with the type and shape of `like`, without its first `drop` dimensions."""
+        shape = None if like.shape is None else ir.Shape(list(like.shape)[drop:])
+        value = ir.Value(name=self.unique(f"{self._prefix}/input"), type=like.type, shape=shape)
+        self.graph.inputs.append(value)
+        return value
 
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
         """`value` as `dtype`: itself when it is, the source of an exact widening Cast when that is what is wanted."""

@@ -48,8 +48,43 @@ def backward(
     missing = [node for node in order if rule_of(node) is None]
     if missing:
         raise UnsupportedError(describe_missing(missing))
-    active = _active(nodes, wrt)
     op = Builder(graph, opset_imports)
+    result = _walk(op, order, _active(nodes, wrt), seeds, wrt)
+    _prune(graph, op.emitted, result.values())
+    return result
+
+
+def through(
+    op: Builder, outputs: Sequence[ir.Value], gradients: Sequence[ir.Value | None], inputs: Sequence[ir.Value | None]
+) -> list[ir.Value | None]:
+    """Gradients of an operator that a rule has written out in simpler ones.
+
+    Args:
+        op: The builder of the rule.
+        outputs: The results of the simpler operators, one for each output of the node (fewer when the rest is unused).
+        gradients: The gradient of each, or None.
+        inputs: What the simpler operators read; None and values that are not wanted get None.
+    """
+    seeds = {value: g for value, g in zip(outputs, gradients, strict=False) if g is not None}
+    wrt = [value for position, value in enumerate(inputs) if value is not None and position in op.wanted]
+    nodes = _between(seeds, set(wrt))
+    order = differentiable_path(nodes, seeds, wrt)
+    missing = [node for node in order if rule_of(node) is None]
+    if missing:
+        raise UnsupportedError(describe_missing(missing))
+    with op.nested():
+        result = _walk(op, order, _active(nodes, wrt), seeds, wrt)
+    return [None if value is None else result.get(value) for value in inputs]
+
+
+def _walk(
+    op: Builder,
+    order: Sequence[ir.Node],
+    active: set[ir.Value],
+    seeds: Mapping[ir.Value, ir.Value],
+    wrt: Sequence[ir.Value],
+) -> dict[ir.Value, ir.Value]:
+    """Visit the nodes of `order` from the last to the first and give the gradients of `wrt`."""
     pending: dict[ir.Value, list[ir.Value]] = {value: [seed] for value, seed in seeds.items()}
     done: dict[ir.Value, ir.Value] = {}
     for node in reversed(order):
@@ -57,9 +92,7 @@ def backward(
         if all(g is None for g in gradients):
             continue
         op.enter(node)
-        for position, g in _differentiate(op, node, gradients, active).items():
-            value = node.inputs[position]
-            assert value is not None
+        for value, g in _differentiate(op, node, gradients, active):
             pending.setdefault(value, []).append(g)
     result = {}
     for value in wrt:
@@ -67,8 +100,23 @@ def backward(
         total = _total(op, value, pending, done)
         if total is not None:
             result[value] = total
-    _prune(graph, op.emitted, result.values())
     return result
+
+
+def _between(targets: Iterable[ir.Value], sources: set[ir.Value]) -> list[ir.Node]:
+    """The nodes that `targets` are computed with, in topological order, not going past `sources`."""
+    order: dict[ir.Node, None] = {}
+    stack = [(node, False) for value in targets if value not in sources and (node := value.producer()) is not None]
+    while stack:
+        node, visited = stack.pop()
+        if visited:
+            order[node] = None
+        elif node not in order:
+            stack.append((node, True))
+            for value in [*node.inputs, *captured(node)]:
+                if value is not None and value not in sources and (before := value.producer()) is not None:
+                    stack.append((before, False))
+    return list(order)
 
 
 def differentiable_path(
@@ -148,29 +196,31 @@ def _active(nodes: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> set[ir.Value]:
 
 def _differentiate(
     op: Builder, node: ir.Node, gradients: list[ir.Value | None], active: set[ir.Value]
-) -> dict[int, ir.Value]:
-    """Gradient of each active input position of one node, in the input's type and shape."""
+) -> list[tuple[ir.Value, ir.Value]]:
+    """Each active value that one node reads with the gradient that it gets there, in its type and shape."""
     rule = rule_of(node)
     assert rule is not None
+    values = [*node.inputs, *captured(node)]
     entries = set(_entries(node))
     op.wanted = frozenset(
         position
-        for position, value in enumerate(node.inputs)
+        for position, value in enumerate(values)
         if value is not None and value in active and value in entries and (not rule.inputs or position in rule.inputs)
     )
     results = rule.function(op, node, *gradients)
-    if any(g is not None for g in results[len(node.inputs) :]):
+    if any(g is not None for g in results[len(values) :]):
         raise InternalError(f"The gradient rule of {node.op_type} gave {len(results)} gradients for {node.name!r}.")
-    found = {}
+    wanted = op.wanted
+    found = []
     for position, g in enumerate(results):
-        if g is None or position not in op.wanted:
+        if g is None or position not in wanted:
             continue
-        value = node.inputs[position]
+        value = values[position]
         assert value is not None
         if rule.broadcast:
             g = op.unbroadcast(g, value, node.inputs)
         assert value.dtype is not None
-        found[position] = op.cast(g, value.dtype)
+        found.append((value, op.cast(g, value.dtype)))
     return found
 
 

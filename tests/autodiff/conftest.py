@@ -22,12 +22,13 @@ from onnxamp.model.types import infer
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One node. `inputs`: a shape is a float input to differentiate, an array a constant, None an empty input.
+    """One node. `inputs`: a shape is a float input to differentiate, an array a constant (float64: of the case's type), None an empty
+    input.
 
     Attributes:
         low, high: Range of the sampled values. They are distinct multiples of a step, so that no kink is near.
         symbolic: Which dimensions get names in the symbolic variant: all, batch (the first of the first input), space
-            (batch and all from the third on), none.
+            (batch and all from the third on), sequence (time and batch of recurrent operators), none.
         outputs: Number of outputs that receive a seed, or a list of names with empty ones.
         frozen: Positions of float inputs that are not differentiated.
         ort: Also run the gradient graph in float32 on ONNX Runtime.
@@ -82,6 +83,8 @@ def build(case: Case, elem: int, symbolic: bool) -> onnx.ModelProto:
             shape: list[Any] = list(item)
             if symbolic and case.symbolic == "all":
                 shape = [f"d{size}" if size > 1 else size for size in item]
+            elif symbolic and case.symbolic == "sequence":
+                shape = ["T", "B", item[2]] if position == 0 else [item[0], "B", item[2]] if position > 4 else shape
             elif symbolic and position == 0:
                 shape = [
                     f"d{axis}" if axis == 0 or (axis > 1 and case.symbolic == "space") else size
@@ -91,7 +94,7 @@ def build(case: Case, elem: int, symbolic: bool) -> onnx.ModelProto:
         elif item is not None:
             array = np.asarray(item)
             initializers.append(
-                numpy_helper.from_array(array.astype(dtype) if array.dtype.kind == "f" else array, name)
+                numpy_helper.from_array(array.astype(dtype) if array.dtype == np.float64 else array, name)
             )
     outputs = [f"y{index}" for index in range(case.outputs)]
     node = helper.make_node(case.op, names, outputs, name="n", domain=case.domain, **case.attributes)
@@ -188,10 +191,12 @@ def numeric(
 def by_autograd(case: Case, feeds: dict[str, np.ndarray]):
     """A seed for the output and the gradients by PyTorch in float64."""
     tensors = {name: torch.tensor(x, requires_grad=True) for name, x in feeds.items()}
-    y = case.oracle(*tensors.values())
-    seed = np.random.default_rng(1).standard_normal(tuple(y.shape))
-    y.backward(torch.from_numpy(seed))
-    return {"seed_y0": seed}, {name: tensor.grad.numpy() for name, tensor in tensors.items()}
+    results = case.oracle(*tensors.values())
+    results = results if isinstance(results, list) else [results]
+    rng = np.random.default_rng(1)
+    seeds = {f"seed_y{index}": rng.standard_normal(tuple(y.shape)) for index, y in enumerate(results)}
+    torch.autograd.backward(results, [torch.from_numpy(seed) for seed in seeds.values()])
+    return seeds, {name: tensor.grad.numpy() for name, tensor in tensors.items()}
 
 
 def check(case: Case) -> None:

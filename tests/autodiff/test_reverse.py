@@ -67,7 +67,8 @@ def test_one_shared_transpose_and_no_expand():
 @pytest.mark.parametrize(("m", "n"), [(1, 4), (4, 4), (1, 1), (4, 1)])
 def test_broadcast_that_only_the_run_decides(m, n):
     """Dimensions M and N are unknown: either may be 1."""
-    text = "g (float[2, M] x, float[N] b, float[K, 1] c) => (float y) { a = Mul(x, b) d = Add(a, c) s = Mul(d, d) y = ReduceSum<keepdims=0>(s) }"
+    text = """g (float[2, M] x, float[N] b, float[K, 1] c) => (float y)
+        { a = Mul(x, b) d = Add(a, c) s = Mul(d, d) y = ReduceSum<keepdims=0>(s) }"""
     model = gradient_model(parse(text))
     rng = np.random.default_rng(0)
     feeds = {"x": rng.standard_normal((2, m)), "b": rng.standard_normal(n), "c": rng.standard_normal((1, 1))}

@@ -46,8 +46,6 @@ def _coefficients(op: Builder, node: ir.Node, x: ir.Value, g: ir.Value) -> tuple
     labels, weight = [*node.inputs, None][1:3]
     assert labels is not None
     classes = op.dims(x)[1]
-    op.refuse(not isinstance(classes, int), "the number of classes is not static")
-    assert isinstance(classes, int)
     assert x.dtype is not None
     rank = op.rank(x)
     ignore = node.attributes["ignore_index"].as_int() if "ignore_index" in node.attributes else None
@@ -65,6 +63,10 @@ def _coefficients(op: Builder, node: ir.Node, x: ir.Value, g: ir.Value) -> tuple
         total = op.sum(counts, range(rank - 1), keepdims=False)
         g = op.Div(g, total)
     factor = op.Unsqueeze(op.Mul(counts, g), [1])
-    names = op.constant(np.arange(classes).reshape(1, classes, *[1] * (rank - 2)), "classes")
+    spread = [1, -1, *[1] * (rank - 2)]
+    if isinstance(classes, int):
+        names = op.constant(np.arange(classes).reshape(spread), "classes")
+    else:
+        names = op.Reshape(op.Range(op.index(0), op.Squeeze(op.dim(x, 1), [0]), op.index(1)), spread)
     hit = op.Equal(op.Unsqueeze(safe, [1]), names)
     return factor, op.cast(hit, x.dtype)

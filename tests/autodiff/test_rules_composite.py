@@ -1,0 +1,189 @@
+"""Gradient rules of Einsum, Resize, operators defined by functions, recurrent operators and losses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+
+def case(op, *inputs, **options):
+    names = (
+        "low",
+        "high",
+        "symbolic",
+        "outputs",
+        "frozen",
+        "opset",
+        "note",
+        "ort",
+        "seeded",
+        "runner",
+        "domain",
+        "oracle",
+    )
+    known = {name: options.pop(name) for name in names if name in options}
+    return {"op": op, "inputs": inputs, "attributes": options, **known}
+
+
+def ints(*values):
+    return np.asarray(values, np.int64)
+
+
+EINSUMS = [
+    case("Einsum", (2, 3), (3, 4), equation="ij,jk->ik"),
+    case("Einsum", (2, 5, 3), (2, 4, 3), equation="bqd,bkd->bqk"),
+    case("Einsum", (2, 3), (4,), equation="ij,k->i"),
+    case("Einsum", (2, 3), equation="ij->ji"),
+    case("Einsum", (2, 3), equation="ij->j"),
+    case("Einsum", (2, 3), (3, 2), equation="ij,ji"),
+    case("Einsum", (2, 4, 3), (2, 3, 5), equation="...ij,...jk->...ik"),
+    case("Einsum", (2, 3), (3, 4), (4, 2), equation="ij,jk,kl->il"),
+]
+RESIZES = [
+    case("Resize", (1, 2, 3, 4), None, np.asarray([1, 1, 2, 3], np.float32), mode="nearest",
+         coordinate_transformation_mode="asymmetric", nearest_mode="floor"),
+    case("Resize", (1, 2, 3, 4), None, np.asarray([1, 1, 2, 2], np.float32), mode="nearest"),
+    case("Resize", (1, 2, 3, 4), None, np.asarray([1, 1, 2, 1.5], np.float32), mode="linear", symbolic="batch"),
+    case("Resize", (1, 2, 4, 4), None, None, ints(3, 7), axes=[2, 3], mode="linear", symbolic="batch",
+         coordinate_transformation_mode="align_corners"),
+    case("Resize", (1, 2, 4, 5), None, None, ints(6, 8), axes=[2, 3], mode="cubic", symbolic="batch", cubic_coeff_a=-0.75),
+    case("Resize", (1, 2, 4, 4), None, None, ints(7, 3), axes=[2, 3], mode="nearest", symbolic="batch"),
+]  # fmt: skip
+
+
+def attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+COS, SIN = np.linspace(0.2, 0.9, 12).reshape(2, 3, 2), np.linspace(-0.5, 0.5, 12).reshape(2, 3, 2)
+
+
+def rotary(x):
+    cos, sin = torch.from_numpy(COS)[:, None], torch.from_numpy(SIN)[:, None]
+    a, b = x[..., :2], x[..., 2:]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+MASK = np.asarray([[True, False, True], [True, True, False], [False, False, True]])
+
+
+def three_dimensional(q, k, v):
+    q, k, v = (x.unflatten(2, (2, 4)).transpose(1, 2) for x in (q, k, v))
+    mask = torch.from_numpy(MASK)
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=0.3).transpose(1, 2).flatten(2)
+
+
+FUNCTIONS = [
+    case("Attention", (2, 2, 3, 4), (2, 2, 5, 4), (2, 2, 5, 4), opset=23, symbolic="batch", oracle=attention),
+    case("Attention", (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4), opset=23, is_causal=1, symbolic="batch",
+         oracle=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
+    case("Attention", (2, 4, 3, 4), (2, 2, 5, 4), (2, 2, 5, 4), opset=23, symbolic="batch",
+         oracle=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)),
+    case("Attention", (2, 3, 8), (2, 3, 8), (2, 3, 8), MASK, opset=23, symbolic="batch", q_num_heads=2, kv_num_heads=2,
+         scale=0.3, oracle=three_dimensional),
+    case("Attention", (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4), (3, 3), opset=23, symbolic="none",
+         oracle=lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m)),
+    case("RotaryEmbedding", (2, 2, 3, 4), COS, SIN, opset=23, oracle=rotary),
+]  # fmt: skip
+RNN_KINDS = [
+    (op, gates, direction, initial, options)
+    for op, gates in (("LSTM", 4), ("GRU", 3), ("RNN", 1))
+    for direction, initial, options in (
+        ("forward", True, {}),
+        ("reverse", False, {"linear_before_reset": 1} if op == "GRU" else {}),
+        ("bidirectional", True, {"linear_before_reset": 1} if op == "GRU" else {}),
+    )
+]
+
+
+def recurrent(op, gates, direction, initial, options):
+    time, batch, size, hidden = 4, 2, 3, 5
+    ways = 2 if direction == "bidirectional" else 1
+    weights = [(ways, gates * hidden, size), (ways, gates * hidden, hidden), (ways, 2 * gates * hidden)]
+    states = [(ways, batch, hidden)] * (2 if op == "LSTM" else 1) if initial else []
+    return case(
+        op, (time, batch, size), *weights, None, *states, direction=direction, hidden_size=hidden, low=-0.7, high=0.7,
+        outputs=3 if op == "LSTM" else 2, **options, oracle=by_torch(op, direction, hidden, options), symbolic="sequence",
+    )  # fmt: skip
+
+
+def by_torch(op, direction, hidden, options):
+    """The same recurrence step by step, in PyTorch; all outputs in one vector."""
+
+    def cell(x, h, c, w, r, b):
+        wb, rb = b.chunk(2)
+        if op == "RNN":
+            return torch.tanh(x @ w.T + h @ r.T + wb + rb), c
+        if op == "LSTM":
+            i, o, f, g = (x @ w.T + h @ r.T + wb + rb).chunk(4, -1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            return o.sigmoid() * c.tanh(), c
+        xz, xr, xn = (x @ w.T + wb).chunk(3, -1)
+        hz, hr, hn = (h @ r.T + rb).chunk(3, -1)
+        z, gate = (xz + hz).sigmoid(), (xr + hr).sigmoid()
+        if options.get("linear_before_reset"):
+            n = (xn + gate * hn).tanh()
+        else:
+            n = (xn + (gate * h) @ r[2 * hidden :].T + rb[2 * hidden :]).tanh()
+        return (1 - z) * n + z * h, c
+
+    def run(x, w, r, b, *states):
+        ys, hs, cs = [], [], []
+        for way, backwards in enumerate([False, True] if direction == "bidirectional" else [direction == "reverse"]):
+            h = states[0][way] if states else x.new_zeros(x.shape[1], hidden)
+            c = states[1][way] if len(states) > 1 else x.new_zeros(x.shape[1], hidden)
+            order = range(x.shape[0])
+            y = {}
+            for t in reversed(order) if backwards else order:
+                h, c = cell(x[t], h, c, w[way], r[way], b[way])
+                y[t] = h
+            ys.append(torch.stack([y[t] for t in order]))
+            hs.append(h)
+            cs.append(c)
+        results = [torch.stack(ys, 1), torch.stack(hs), torch.stack(cs)]
+        return results if op == "LSTM" else results[:2]
+
+    return run
+
+
+RECURRENT = [recurrent(*kind) for kind in RNN_KINDS]
+LABELS = ints(2, 0, 1, 1)
+
+
+def cross_entropy(**options):
+    return lambda x: F.cross_entropy(x, torch.from_numpy(LABELS), **options)
+
+
+WEIGHT = np.asarray([0.5, 2.0, 1.5])
+LOSSES = [
+    *(
+        case("SoftmaxCrossEntropyLoss", (4, 3), LABELS, reduction=r, oracle=cross_entropy(reduction=r))
+        for r in ("none", "sum", "mean")
+    ),
+    *(
+        case("SoftmaxCrossEntropyLoss", (4, 3), LABELS, WEIGHT, reduction=r, ignore_index=0,
+             oracle=cross_entropy(reduction=r, ignore_index=0, weight=torch.from_numpy(WEIGHT)))
+        for r in ("none", "sum", "mean")
+    ),
+    case("SoftmaxCrossEntropyLoss", (2, 3, 2, 2), LABELS.repeat(2).reshape(2, 2, 2), ignore_index=2,
+         oracle=lambda x: F.cross_entropy(x, torch.from_numpy(LABELS.repeat(2).reshape(2, 2, 2)), ignore_index=2)),
+    *(
+        case("NegativeLogLikelihoodLoss", (4, 3), LABELS, WEIGHT, reduction=r, ignore_index=1,
+             oracle=lambda x, r=r: F.nll_loss(x, torch.from_numpy(LABELS), torch.from_numpy(WEIGHT), reduction=r, ignore_index=1))
+        for r in ("none", "sum", "mean")
+    ),
+    case("SoftmaxCrossEntropyLoss", (4, 3), LABELS, outputs=2),
+]  # fmt: skip
+
+CASES = EINSUMS + RESIZES + FUNCTIONS + RECURRENT + LOSSES
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda item: f"{item['op']}-{item['inputs'] and item['inputs'][0]}")
+def test_rule(check_case, case):
+    check_case(case)
+
+
+def test_number_of_cases():
+    assert len(CASES) == 40
