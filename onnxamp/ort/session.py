@@ -170,7 +170,7 @@ def loadable(model: Model, folder: str) -> str | bytes:
     if isinstance(model, (str, os.PathLike)):
         if not pathlib.Path(model).is_file():
             raise ModelError(f"No such model file: {os.fspath(model)}.")
-        return str(os.fspath(model))
+        return os.path.abspath(model)  # the worker's folder may be another
     if isinstance(model, onnx.ModelProto):
         if model.ByteSize() < _INLINE_LIMIT:
             return bytes(model.SerializeToString())

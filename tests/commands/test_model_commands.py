@@ -208,3 +208,31 @@ for arguments in (["convert", "net.onnx", "--force"], ["inspect", "net.onnx"], [
     lines = [line for line in done.stdout.splitlines() if line.startswith("exit ")]
     assert lines == ["exit convert 0", "exit inspect 0", "exit explain 0", "exit emulate 0", "exit verify 5"]
     assert "onnxamp[cpu]" in done.stderr
+
+
+def test_a_plan_is_written_edited_and_given_back(run: Run, model: pathlib.Path) -> None:
+    code, out, _ = run("convert", "net.onnx", "--plan-only")
+    assert code == 0
+    plan = pathlib.Path("net.O2.fp16.policy.toml")
+    assert str(plan) in out
+    assert not pathlib.Path("net.O2.fp16.onnx").exists()
+    text = plan.read_text()
+    assert '"last" = "low"' in text
+    plan.write_text(text.replace('"last" = "low"', '"last" = "fp32"'))
+    assert run("convert", "net.onnx", "--policy", str(plan), "--report", "r.html", "--report", "r.json")[0] == 0
+    nodes = {row["node"]: row for row in json.loads(pathlib.Path("r.json").read_text())["nodes"]}
+    assert (nodes["first"]["precision"], nodes["last"]["precision"]) == ("fp16", "fp32")
+    assert "<html" in pathlib.Path("r.html").read_text()
+
+
+def test_convert_with_a_failing_verification_exits_with_1(run: Run, tmp_path: pathlib.Path) -> None:
+    """O3 lowers a square that leaves fp16's range; the file is written, the place is named."""
+    text = """<ir_version: 10, opset_import: ["": 20]> g (float[2,2] x) => (float[2,2] y)
+        { [product] h = MatMul(x, x)  [square] s = Mul(h, h)  [root] y = Sqrt(s) }"""
+    onnx.save(parser.parse_model(text), tmp_path / "square.onnx")
+    np.savez("large.npz", x=np.full((2, 2), 20, np.float32))
+    code, out, _ = run("convert", "square.onnx", "--level", "O3", "--verify", "--data", "large.npz")
+    assert code == 1
+    assert pathlib.Path("square.O3.fp16.onnx").exists()
+    assert "First at node 'square'" in out
+    assert "FAILED" in out

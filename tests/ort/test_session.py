@@ -231,3 +231,12 @@ def test_worker_restarts_after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_errors_of_ours(tmp_path: pathlib.Path) -> None:
     with worker.Worker() as ours, pytest.raises(AmpError):
         ours.run(tmp_path / "missing.onnx")
+
+
+def test_worker_takes_relative_paths(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker was started in another folder than the one that a path is relative to."""
+    onnx.save(proto(DOUBLE), tmp_path / "m.onnx")
+    ours = worker.shared()
+    assert ours.run(proto(DOUBLE)).error == ""
+    monkeypatch.chdir(tmp_path)
+    assert ours.run("m.onnx", [{"x": np.ones(1, np.float32)}]).error == ""
