@@ -124,12 +124,21 @@ class Facts:
             return exponent is not None and abs(exponent) < 1
         if op == "Div":
             numerator, denominator = node.inputs[0], node.inputs[1]
-            return numerator not in reads or (denominator is not None and self._reduces(denominator, numerator))
+            if numerator not in reads or (denominator is not None and self._reduces(denominator, numerator)):
+                return True
+        if op in ("Mul", "Div"):
+            return self._averages(node, reads)
         if op == "Clip":
             bounds = [self.scalar(value) for value in node.inputs[1:3]]
             bounds += [a.as_float() for name in ("min", "max") if (a := node.attributes.get(name)) is not None]
             return len(bounds) == 2 and all(b is not None and abs(b) <= self.low.max / 64 for b in bounds)
         return operator(node).range is Range.RESTORES
+
+    def _averages(self, node: ir.Node, reads: set[ir.Value]) -> bool:
+        """Whether the node makes a mean of ordinary values: a sum of them times a number."""
+        sums = [value for value in node.inputs if value is not None and self.scalar(value) is None]
+        source = self.through_moves(sums[0]).producer() if len(sums) == 1 and len(node.inputs) == 2 else None
+        return source is not None and source.op_type == "ReduceSum" and source.inputs[0] not in reads
 
     def _reduces(self, denominator: ir.Value, numerator: ir.Value | None) -> bool:
         """Whether `denominator` is a reduction of `numerator`, with an epsilon at most between."""

@@ -42,6 +42,23 @@ CASES = [
         dict.fromkeys("mdsvaqik", "AMP102"),
     ),
     (
+        "layer norm from sums, mean of squares less square of mean",
+        17,
+        """k = Constant<value_float=0.25>() t = ReduceSum(h, last) m = Mul(t, k) s = Mul(h, h) v = ReduceSum(s, last) e = Mul(v, k)
+        o = Mul(m, m) a = Sub(e, o) z = Constant<value_float=0.0>() b = Max(z, a) p = Constant<value_float=1e-6>() c = Add(b, p)
+        q = Sqrt(c) i = Reciprocal(q) l = Mul(i, w) d = Sub(h, m) n_ = Mul(d, l) f = Add(n_, w) r = Relu(f)""",
+        {
+            **dict.fromkeys(("t", "m", "s", "v", "e", "o", "a", "b", "c", "q", "i", "l", "d", "n_"), "AMP102"),
+            "r": "AMP003",
+        },
+    ),
+    (
+        "RMS norm from a sum",
+        17,
+        """s = Mul(h, h) t = ReduceSum(s, last) k = Constant<value_float=0.25>() v = Mul(t, k) q = Sqrt(v) r = Div(h, q)""",
+        dict.fromkeys("stvqr", "AMP103"),
+    ),
+    (
         "RMS norm",
         17,
         """s = Mul(h, h) v = ReduceMean<axes=[-1]>(s) e = Constant<value_float=1e-6>() a = Add(v, e) q = Sqrt(a)
@@ -171,7 +188,7 @@ CASES = [
         {"m": "AMP209", "a": "AMP209"},
     ),
 ]
-assert len({case[0] for case in CASES}) == len(CASES) == 30
+assert len({case[0] for case in CASES}) == len(CASES) == 32
 
 
 @pytest.mark.parametrize(("name", "opset", "body", "expected"), CASES, ids=[case[0] for case in CASES])

@@ -13,42 +13,50 @@ from onnxamp.policy.marks import Marks
 _MEANS = frozenset({"ReduceMean", "GlobalAveragePool"})
 _REDUCTIONS = frozenset({*_MEANS, "ReduceSum", "ReduceSumSquare", "ReduceL2"})
 _GUARDS = frozenset({"Add", "Max", "Clip", "Sub", "Mul", "Div"})
-_STEPS = 6
+_STEPS = 12
 
 
 @dataclasses.dataclass
 class _Statistic:
-    """A reduction of squares, with the nodes that belong to it."""
+    """A reduction of squares, with the nodes that belong to it.
+
+    Attributes:
+        reduction: The node that reduces.
+        base: The value whose squares it reduces.
+        members: All nodes up to the reduction.
+        centred: Whether a mean was subtracted, before squaring or after.
+        is_mean: Whether the squares are averaged rather than summed.
+    """
 
     reduction: ir.Node
+    base: ir.Value
     members: list[ir.Node]
     centred: bool
+    is_mean: bool
 
 
 def norms(marks: Marks) -> None:
     """Reductions of squares and what is normalized by them stay fp32.
 
-    A square is x * x, Pow(x, 2), or inside ReduceSumSquare and ReduceL2; of a difference to a mean it makes a variance.
+    A square is x * x, Pow(x, 2), or inside ReduceSumSquare and ReduceL2. A mean is ReduceMean, or a sum times a number. A difference to a
+    mean before squaring, or to the square of a mean after, makes a variance.
 
     1. Mean of squares, root, division of a centred value: layer normalization, or instance and group normalization when several axes are
-       reduced or the operand was reshaped for it.
+       reduced.
     2. The same of a value that is not centred: RMS normalization.
     3. Sum of squares, root, division: L2 normalization.
     4. A variance that nothing is divided by is one all the same.
     """
     facts = marks.facts
     for node in facts.graph.of:
-        if node.op_type not in _REDUCTIONS:
-            continue
-        found = _statistic(facts, node)
+        found = _statistic(facts, node) if node.op_type in _REDUCTIONS else None
         if found is None:
             continue
-        upper = _normalizers(facts, node)
+        upper = _normalizers(facts, found)
         code = _code(facts, found, bool(upper))
-        if code is None:
-            continue
-        for member in (*found.members, *upper):
-            marks.node(member, code, statistic=node.name or node.outputs[0].name)
+        if code is not None:
+            for member in (*found.members, *upper):
+                marks.node(member, code, statistic=node.name or node.outputs[0].name)
 
 
 def _statistic(facts: Facts, node: ir.Node) -> _Statistic | None:
@@ -56,17 +64,33 @@ def _statistic(facts: Facts, node: ir.Node) -> _Statistic | None:
     members = [node]
     if node.op_type in ("ReduceSum", *_MEANS):
         square = facts.through_moves(value).producer() if value is not None else None
-        if square is None or (base := squared(facts, square)) is None:
+        value = squared(facts, square) if square is not None else None
+        if square is None or value is None:
             return None
         members.append(square)
-        value = base
     if value is None:
         return None
     difference = facts.through_moves(value).producer()
-    mean = _mean_of_difference(facts, difference) if difference is not None and difference.op_type == "Sub" else None
-    if difference is not None and mean is not None:
-        members += [difference, mean]
-    return _Statistic(node, members, mean is not None)
+    mean: list[ir.Node] = []
+    if difference is not None and difference.op_type == "Sub":
+        mean = next(filter(None, (_mean(facts, operand) for operand in difference.inputs)), [])
+    if difference is not None and mean:
+        members += [difference, *mean]
+    return _Statistic(node, value, members, bool(mean), node.op_type in _MEANS)
+
+
+def _mean(facts: Facts, value: ir.Value | None) -> list[ir.Node]:
+    """The nodes that make `value` a mean; none if it is something else."""
+    node = facts.through_moves(value).producer() if value is not None else None
+    if node is None:
+        return []
+    if node.op_type in _MEANS:
+        return [node]
+    if node.op_type in ("Mul", "Div"):
+        total = [facts.through_moves(v).producer() for v in node.inputs if v is not None and facts.scalar(v) is None]
+        if len(total) == 1 and total[0] is not None and total[0].op_type == "ReduceSum":
+            return [node, total[0]]
+    return []
 
 
 def squared(facts: Facts, node: ir.Node) -> ir.Value | None:
@@ -89,39 +113,44 @@ def _unscaled(facts: Facts, value: ir.Value | None) -> ir.Value | None:
     return value
 
 
-def _mean_of_difference(facts: Facts, difference: ir.Node) -> ir.Node | None:
-    for value in difference.inputs:
-        node = facts.through_moves(value).producer() if value is not None else None
-        if node is not None and node.op_type in _MEANS:
-            return node
-    return None
+def _normalizers(facts: Facts, found: _Statistic) -> list[ir.Node]:
+    """The nodes from behind the reduction to the product or quotient with the inverse deviation, epsilons included.
 
-
-def _normalizers(facts: Facts, reduction: ir.Node) -> list[ir.Node]:
-    """The nodes from behind the reduction to the product or quotient with the inverse deviation, epsilons included."""
+    Notes in `found` that a number turned the sum into a mean, or that the square of a mean was subtracted.
+    """
     path: list[ir.Node] = []
-    value = reduction.outputs[0]
-    rooted = reduction.op_type == "ReduceL2"
+    value = found.reduction.outputs[0]
+    rooted = found.reduction.op_type == "ReduceL2"
     for _ in range(_STEPS):
         users = [(user, index) for user, index in value.uses() if user.outputs]
-        divisions = [
-            user
-            for user, index in users
-            if user.op_type == "Div" and index == 1 and facts.scalar(user.inputs[0]) is None
-        ]
+        divisions = [u for u, index in users if u.op_type == "Div" and index == 1 and facts.scalar(u.inputs[0]) is None]
         if rooted and divisions:
             return [*path, *divisions]
-        if len(users) > 1 and path and path[-1].op_type in ("Reciprocal", "Div", "Pow", "Mul"):
-            return [*path, *(user for user, _ in users if user.op_type == "Mul")]
+        if rooted and len(users) > 1 and all(user.op_type == "Mul" for user, _ in users):
+            return [*path, *(user for user, _ in users)]
         step = next((user for user, index in users if _continues(facts, user, index)), None)
         if step is None:
             return []
         path.append(step)
+        others = [v for v in step.inputs if v is not None and v is not value]
+        if not rooted and step.op_type in ("Mul", "Div") and any(facts.scalar(v) is not None for v in others):
+            found.is_mean = True
+        if step.op_type == "Sub" and others and (extra := _squared_mean(facts, others[0])):
+            found.centred, found.members = True, [*found.members, *extra]
         rooted = rooted or step.op_type in ("Sqrt", "Pow")
-        if rooted and step.op_type == "Mul" and not any(facts.tensor(v) is not None for v in step.inputs):
-            return path
+        if rooted and step.op_type == "Mul" and not any(facts.tensor(facts.through_moves(v)) for v in others):
+            return path + [n for v in others if (n := v.producer()) is not None and n.op_type == "Sub"]
         value = step.outputs[0]
     return []
+
+
+def _squared_mean(facts: Facts, value: ir.Value) -> list[ir.Node]:
+    """The nodes of the square of a mean; none if `value` is something else."""
+    square = facts.through_moves(value).producer()
+    if square is None or squared(facts, square) is None:
+        return []
+    mean = _mean(facts, square.inputs[0])
+    return [square, *mean] if mean else []
 
 
 def _continues(facts: Facts, user: ir.Node, index: int) -> bool:
@@ -140,7 +169,7 @@ def _code(facts: Facts, found: _Statistic, normalizes: bool) -> str | None:
         return codes.INSTANCE_NORM if _over_space(facts, found.reduction) else codes.LAYER_NORM
     if not normalizes:
         return None
-    return codes.RMS_NORM if found.reduction.op_type in _MEANS else codes.L2_NORM
+    return codes.RMS_NORM if found.is_mean else codes.L2_NORM
 
 
 def _over_space(facts: Facts, reduction: ir.Node) -> bool:
