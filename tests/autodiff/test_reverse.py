@@ -245,3 +245,22 @@ def test_seeds_of_several_outputs_and_of_a_value_in_the_middle():
     got = list(run(model, {name: value.astype(np.float32) for name, value in feeds.items()}).values())
     np.testing.assert_allclose(got[1], feeds["sa"] + feeds["sy"] * feeds["x"])
     np.testing.assert_allclose(got[0], 2 * feeds["x"] * got[1] + feeds["sy"] * feeds["x"] ** 2)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_if(taken):
+    text = """g (float[2, 3] x, float[3] w, bool c) => (float y)
+        { r = If(c) <then_branch = t () => (float[2, 3] a) { p = Mul(x, w) a = Tanh(p) },
+                     else_branch = e () => (float[2, 3] b) { b = Mul(x, x) }>
+          s = Mul(r, r) y = ReduceSum<keepdims=0>(s) }"""
+    model = gradient_model(parse(text))
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((2, 3)), rng.standard_normal(3)
+    got = run(model, {"x": x.astype(np.float32), "w": w.astype(np.float32), "c": np.array(taken)})
+    if taken:
+        g = 2 * np.tanh(x * w) * (1 - np.tanh(x * w) ** 2)
+        want = g * w, (g * x).sum(0)
+    else:
+        want = 4 * x**3, np.zeros(3)
+    np.testing.assert_allclose(got["grad/x"], want[0], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(got["grad/w"], want[1], rtol=1e-4, atol=1e-6)
