@@ -149,8 +149,7 @@ def eval_graph(task: Task, statistics: Sequence[str] = (), file: str = "eval.onn
         built.results.append(_port(value, "output"))
     for name in statistics:
         initializer = graph.initializers.pop(name)
-        shape = tuple(int(size) for size in (initializer.shape or ir.Shape([])).numpy())
-        value = built.take(f"stat/{name}", FLOAT, shape, "tensor", f"statistics/{name}")
+        value = built.take(f"stat/{name}", FLOAT, _static(initializer.shape), "tensor", f"statistics/{name}")
         initializer.replace_all_uses_with(value)
     built.add_parameters(built.entries)
     terms, _, _ = built.loss()
@@ -159,11 +158,16 @@ def eval_graph(task: Task, statistics: Sequence[str] = (), file: str = "eval.onn
     return built.finish(file)
 
 
-def grad_graph(task: Task) -> GradGraph:
-    """Forward, loss, backward, accumulation."""
+def grad_graph(task: Task, *, single: bool = False) -> GradGraph:
+    """Forward, loss, backward, accumulation.
+
+    Args:
+        task: What to make it of.
+        single: Make the graph of a window of one micro-batch, which has nothing to add to: it takes no accumulators.
+    """
     built = _Graph(task, [task.prediction])
     op, graph = built.op, built.model.graph
-    first = built.take("amp.first", BOOL, (), "host", "first")
+    first = None if single else built.take("amp.first", BOOL, (), "host", "first")
     scale = built.take("amp.loss_scale", FLOAT, (), "tensor", "scalars/loss_scale")
     divisor = built.take("amp.seed_divisor", FLOAT, (), "tensor", "scalars/seed_divisor")
     _drop(built)
@@ -184,17 +188,21 @@ def grad_graph(task: Task) -> GradGraph:
     entries = [entry for entry in built.entries if entry.master in slopes or entry.low in slopes]
     built.add_parameters(entries)
 
-    def accumulated(value: ir.Value, before: ir.Value) -> ir.Value:
-        return op.Where(first, value, op.Add(before, value))
+    def accumulate(value: ir.Value, name: str, result: str, key: str) -> None:
+        """Give `value`, added to what the window has so far; whatever an earlier window left is selected away."""
+        if first is None:
+            built.give(value, result, "tensor", key)
+            return
+        assert value.shape is not None
+        before = built.take(name, FLOAT, _static(value.shape), "tensor", key)
+        built.give(op.Add(op.select(first, 0.0, before), value), result, "tensor", key, name)
 
     for entry in entries:
         op.section(f"accumulate/{entry.name}")
         parts = [op.cast(slopes[value], FLOAT) for value in (entry.master, entry.low) if value in slopes]
         total = parts[0] if len(parts) == 1 else op.Add(*parts)
-        before = built.take(f"acc/{entry.name}", FLOAT, entry.shape, "tensor", f"gradient/{entry.name}")
-        built.give(
-            accumulated(total, before), f"acc_out/{entry.name}", "tensor", f"gradient/{entry.name}", f"acc/{entry.name}"
-        )
+        total.shape = ir.Shape(entry.shape)
+        accumulate(total, f"acc/{entry.name}", f"acc_out/{entry.name}", f"gradient/{entry.name}")
     statistics = _running(built, norms, first)
     op.section("window")
     rows = op.count(built.rows, [0])
@@ -211,12 +219,11 @@ def grad_graph(task: Task) -> GradGraph:
         op.constant(np.zeros(WINDOW_SIZE - len(WINDOW), np.float32)),
         axis=0,
     )
-    window = built.take("amp.window", FLOAT, (WINDOW_SIZE,), "tensor", "window/window")
-    built.give(accumulated(vector, window), "amp.window_out", "tensor", "window/window", "amp.window")
+    accumulate(vector, "amp.window", "amp.window_out", "window/window")
     empty = op.is_zero(terms.weight_sum)
     mean = op.Div(terms.loss_sum, op.select(empty, 1.0, terms.weight_sum))
     built.give(op.select(empty, 0.0, mean), "amp.loss", "result", "loss")
-    model, ports = built.finish("grad.onnx")
+    model, ports = built.finish("single.onnx" if single else "grad.onnx")
     return GradGraph(model, ports, tuple(entries), statistics, labels)
 
 
@@ -258,7 +265,7 @@ def _drop(built: _Graph) -> None:
 
 
 def _running(
-    built: _Graph, norms: Sequence[batch_norm.Trained], first: ir.Value
+    built: _Graph, norms: Sequence[batch_norm.Trained], first: ir.Value | None
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Running statistics: the committed ones in the first micro-batch, those of the window after it."""
     op, graph = built.op, built.model.graph
@@ -267,14 +274,22 @@ def _running(
         batch = batch_norm.write_out(op, norm)
         for name, value in zip(norm.running, batch, strict=True):
             initializer = graph.initializers.pop(name)
-            shape = tuple(int(size) for size in (initializer.shape or ir.Shape([])).numpy())
-            committed = built.take(f"stat/{name}", FLOAT, shape, "tensor", f"statistics/{name}")
-            work = built.take(f"stat_work/{name}", FLOAT, shape, "tensor", f"statistics_work/{name}")
-            before = op.Where(first, committed, work)
+            shape = _static(initializer.shape)
+            before = built.take(f"stat/{name}", FLOAT, shape, "tensor", f"statistics/{name}")
+            alias = None
+            if first is not None:
+                alias = f"stat_work/{name}"
+                work = built.take(alias, FLOAT, shape, "tensor", f"statistics_work/{name}")
+                before = op.Where(first, before, work)
             after = op.Add(op.Mul(before, norm.momentum), op.Mul(value, 1 - norm.momentum))
-            built.give(after, f"stat_work_out/{name}", "tensor", f"statistics_work/{name}", f"stat_work/{name}")
+            built.give(after, f"stat_work_out/{name}", "tensor", f"statistics_work/{name}", alias)
             found.append((name, shape))
     return tuple(found)
+
+
+def _static(shape: ir.Shape | None) -> tuple[int, ...]:
+    assert shape is not None
+    return tuple(int(size) for size in shape.numpy())
 
 
 def _port(value: ir.Value, kind: str, ref: str = "", alias: str | None = None) -> Port:

@@ -157,7 +157,8 @@ def test_saves_and_loads(model, tmp_path):
         assert [node.name for node in loaded.graphs[name].graph] == [node.name for node in graph.graph]
     assert [value.name for value in loaded.model.graph.outputs] == ["y"]
     assert sorted(path.name for path in saved.path.iterdir()) == [
-        "eval.onnx", "grad.onnx", "manifest.json", "model.onnx", "reduce.onnx", "state.safetensors", "update.onnx",
+        "eval.onnx", "grad.onnx", "manifest.json", "model.onnx", "reduce.onnx", "single.onnx", "state.safetensors",
+        "update.onnx",
     ]  # fmt: skip
     with pytest.raises(UsageError, match="exists already"):
         bundle.save(saved.path)
