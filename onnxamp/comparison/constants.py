@@ -49,7 +49,7 @@ def _count(one: ir.TensorProtocol, other: ir.TensorProtocol) -> dict[str, float]
             return {"changed": one.size}
         pairs = zip(np.ravel(one.numpy()), np.ravel(other.numpy()), strict=True)
         return {"changed": sum(_text(x) != _text(y) for x, y in pairs)}
-    if one.dtype in BY_IR and other.dtype in BY_IR and one.dtype.bitwidth < other.dtype.bitwidth:
+    if one.dtype.is_floating_point() and other.dtype.is_floating_point() and one.dtype.bitwidth < other.dtype.bitwidth:
         one, other = other, one  # from the wider type to the narrower one
     total: dict[str, float] = {}
     x, y = np.ravel(one.numpy()), np.ravel(other.numpy())
@@ -84,7 +84,7 @@ def _block(x: np.ndarray, y: np.ndarray, kind: ir.DataType) -> dict[str, float]:
     finite = np.isfinite(narrow)
     clamped = unequal & finite & ((np.abs(wide) > limit) | np.isinf(wide))
     overflowed = unequal & np.isinf(narrow) & np.isfinite(wide)
-    flushed = unequal & (narrow == 0) & (wide != 0) & ~clamped & (x.dtype != y.dtype)
+    flushed = unequal & (narrow == 0) & ~np.isnan(wide) & ~clamped & (x.dtype != y.dtype)
     named = clamped | overflowed | flushed
     both = unequal & finite & np.isfinite(wide)
     return {

@@ -38,11 +38,20 @@ class _Sums:
     nonfinite: int = 0
     elements: int = 0
 
-    def add(self, want: np.ndarray, got: np.ndarray) -> None:
+    clamped: int = 0
+
+    def add(self, want: np.ndarray, got: np.ndarray, limit: float) -> None:
+        """Add a sample; elements beyond `limit` that are near it on the other side only count as clamped.
+
+        Arithmetic that leaves the range gives an infinity, so this is how a constant looks that was clamped.
+        """
         r, c = want.astype(np.float64), got.astype(np.float64)
-        finite = np.isfinite(r) & np.isfinite(c)
-        same = finite | (np.isnan(r) & np.isnan(c)) | (r == c)
-        r, e = r[finite], (r - c)[finite] if finite.all() else r[finite] - c[finite]
+        size = np.abs(c)
+        clamped = (np.abs(r) > limit) & (size <= limit) & (size >= limit / 8) & (np.signbit(r) == np.signbit(c))
+        finite = np.isfinite(r) & np.isfinite(c) & ~clamped
+        same = finite | clamped | (np.isnan(r) & np.isnan(c)) | (r == c)
+        self.clamped += int(np.count_nonzero(clamped))
+        r, e = r[finite], r[finite] - c[finite]
         self.max_error = max(self.max_error, float(np.abs(e).max(initial=0.0)))
         self.scale = max(self.scale, float(np.abs(r).max(initial=0.0)))
         self.signal += float(np.sum(r * r))
@@ -89,6 +98,7 @@ def measured(comparison: Comparison, result: GraphDiff, data: Data | None, count
     partners = {
         other.name or "": one.name or "" for one in a.model.graph.inputs if (other := match.values.get(one)) is not None
     }
+    limit = min((BY_IR[kind].max for side in (a, b) for kind in _low(side)), default=np.inf)
     sums = [_Sums() for _ in pairs]
     done = 0
     for sample in feeds:
@@ -100,7 +110,7 @@ def measured(comparison: Comparison, result: GraphDiff, data: Data | None, count
             for total, mine, other in zip(sums[start : start + AT_ONCE], *names, strict=True):
                 want, got = np.asarray(left[mine]), np.asarray(right[other])
                 if want.shape == got.shape:  # another shape follows from values that already differ
-                    total.add(want, got)
+                    total.add(want, got, limit)
         done += 1
     values = tuple(_record(b, pair, total) for pair, total in zip(pairs, sums, strict=True) if total.elements)
     first = next((v.name for v in values if v.nonfinite or (v.snr is not None and v.snr < DIVERGED_DB)), "")
@@ -121,10 +131,10 @@ def _pairs(comparison: Comparison) -> list[tuple[ir.Value, ir.Value]]:
     return found
 
 
-def _low(side: Side) -> bool:
-    """Whether a model has a 16-bit value anywhere."""
+def _low(side: Side) -> set[ir.DataType]:
+    """The 16-bit types of a model's values."""
     values = [*side.model.graph.inputs, *side.constants, *(v for node in side.index for v in node.outputs)]
-    return any(value.dtype in LOW for value in values)
+    return {value.dtype for value in values if value.dtype in LOW}
 
 
 def _feeds(sample: Mapping[str, Any], model: ir.Model, partners: Mapping[str, str]) -> dict[str, Any]:
@@ -162,4 +172,5 @@ def _record(side: Side, pair: tuple[ir.Value, ir.Value], total: _Sums) -> ValueN
         snr=None if snr is None else max(snr, -999.0),
         nonfinite=total.nonfinite,
         elements=total.elements,
+        clamped=total.clamped,
     )

@@ -17,6 +17,8 @@ class ValueNumbers:
         snr: Signal to noise ratio in dB; None if the values are equal, or if the signal is zero.
         nonfinite: Elements that are NaN or infinite on one side only.
         elements: Elements compared.
+        clamped: Elements out of the 16-bit range in the first model and finite in the second, as in a mask whose
+            constants were clamped. The other fields leave them out.
     """
 
     name: str
@@ -28,6 +30,7 @@ class ValueNumbers:
     snr: float | None
     nonfinite: int
     elements: int
+    clamped: int
 
 
 @dataclasses.dataclass(frozen=True)

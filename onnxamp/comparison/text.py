@@ -235,7 +235,7 @@ def _numbers(numbers: Numbers) -> Part:
             f"{v.max_error:.3g}",
             f"{v.scale:.3g}",
             "equal" if v.snr is None else f"{v.snr:.1f} dB",
-            str(v.nonfinite),
+            str(v.nonfinite) + (f", {v.clamped} clamped" if v.clamped else ""),
         )
         for v in worst_first
     ]

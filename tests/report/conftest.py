@@ -9,6 +9,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,6 +20,16 @@ import pytest
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
+# Puts the pipe's ends where Chromium expects them, and becomes Chromium.
+_START = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
+for end, place in zip(ends, (3, 4)):
+    os.dup2(end, place)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
 class Browser:
     """One page of a browser: opens files, evaluates expressions, keeps errors and requests."""
 
@@ -27,9 +38,9 @@ class Browser:
         read_theirs, write_ours = os.pipe()
         self._send, self._receive = write_ours, os.fdopen(read_ours, "rb")
         flags = "--headless --no-sandbox --disable-gpu --remote-debugging-pipe --no-first-run --disable-dev-shm-usage"
-        redirect = f'exec "$0" "$@" 3<&{read_theirs} 4>&{write_theirs}'
+        arguments = [executable, *flags.split(), f"--user-data-dir={profile}", "about:blank"]
         self.process = subprocess.Popen(
-            ["sh", "-c", redirect, executable, *flags.split(), f"--user-data-dir={profile}", "about:blank"],
+            [sys.executable, "-c", _START, str(read_theirs), str(write_theirs), *arguments],
             pass_fds=(read_theirs, write_theirs),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -1,0 +1,262 @@
+"""Casts, islands, constants and the order: records against what the graphs were made to hold."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper
+
+from onnxamp import diff
+from onnxamp.comparison import constants, order
+from onnxamp.comparison.numbers import Numbers
+
+FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
+
+
+def model(nodes, outputs=("y",), dims=("n", 8), half_outputs=()):
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", FLOAT, dims)],
+        [helper.make_tensor_value_info(n, HALF if n in half_outputs else FLOAT, dims) for n in outputs],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+
+
+def cast(source: str, result: str, to: int, name: str = ""):
+    return helper.make_node("Cast", [source], [result], name or f"cast_{result}", to=to)
+
+
+def relu(source: str, result: str):
+    return helper.make_node("Relu", [source], [result], f"relu_{result}")
+
+
+PLAIN = model([relu("x", "y")])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reasons"),
+    [
+        ([cast("x", "l", HALF), relu("l", "m"), cast("m", "y", FLOAT)], {}),
+        ([cast("x", "z", FLOAT), relu("z", "y")], {"cast_z": "it changes no type"}),
+        ([cast("x", "z", HALF), relu("x", "y")], {"cast_z": "nothing reads it"}),
+        (
+            [cast("x", "l", HALF), cast("l", "z", FLOAT), relu("z", "y")],
+            {"cast_z": "with cast_l it only rounds x"},
+        ),
+        (
+            [cast("x", "l", HALF), relu("l", "r"), cast("r", "u", FLOAT), cast("u", "d", HALF), relu("d", "w"),
+             cast("w", "y", FLOAT)],
+            {"cast_d": "it undoes cast_u"},
+        ),
+        (
+            [cast("x", "l", HALF), cast("x", "k", HALF), helper.make_node("Add", ["l", "k"], ["m"], "add"),
+             cast("m", "y", FLOAT)],
+            {"cast_k": "it repeats cast_l"},
+        ),
+    ],
+)  # fmt: skip
+def test_redundant_casts(nodes, reasons: dict[str, str]) -> None:
+    result = diff(PLAIN, model(nodes))
+    assert len(result.casts) == sum(n.op_type == "Cast" for n in nodes)
+    assert {c.node.name: c.redundant for c in result.casts if c.redundant} == reasons
+
+
+@pytest.mark.parametrize(
+    ("dims", "text", "size", "assumed"),
+    [
+        ((4, 8), "[4,8]", 192, False),
+        (("n", 8), "[n,8]", 48, True),
+        ((2, "n"), "[2,n]", 768, True),
+        ((), "[]", 6, False),
+    ],
+)
+def test_bytes_of_casts(dims, text: str, size: int, assumed: bool) -> None:
+    result = diff(
+        model([relu("x", "y")], dims=dims),
+        model([cast("x", "l", HALF), relu("l", "m"), cast("m", "y", FLOAT)], dims=dims),
+    )
+    down, up = result.casts
+    assert (down.shape, down.bytes, down.assumed) == (text, size, assumed)
+    assert (up.shape, up.bytes) == (text, size)
+    assert (down.fan_out, up.fan_out, down.constant) == (1, 1, False)
+
+
+def test_islands_are_connected_fp32_nodes_between_casts() -> None:
+    nodes = [
+        cast("x", "x16", HALF),
+        relu("x16", "a"),
+        cast("a", "a32", FLOAT),
+        helper.make_node("Exp", ["a32"], ["e"], "exp"),
+        helper.make_node("Log", ["e"], ["f"], "log"),
+        helper.make_node("Neg", ["a32"], ["g"], "neg"),  # joined to the others by the Cast that they share
+        cast("f", "f16", HALF),
+        cast("g", "g16", HALF),
+        helper.make_node("Add", ["f16", "g16"], ["b"], "add"),
+        cast("b", "b32", FLOAT),
+        helper.make_node("Tanh", ["b32"], ["y"], "tanh"),
+    ]
+    for node, code in zip(nodes[3:6], ("AMP101", "AMP101", "AMP116"), strict=True):
+        node.metadata_props.add(key="onnxamp.code", value=code)
+        node.metadata_props.add(key="onnxamp.precision", value="fp32")
+    before = model(
+        [
+            relu("x", "a"),
+            helper.make_node("Exp", ["a"], ["e"], "exp"),
+            helper.make_node("Log", ["e"], ["f"], "log"),
+            helper.make_node("Neg", ["a"], ["g"], "neg"),
+            helper.make_node("Add", ["f", "g"], ["b"], "add"),
+            helper.make_node("Tanh", ["b"], ["y"], "tanh"),
+        ]
+    )
+    result = diff(before, model(nodes))
+    assert result.others == 0
+    first, second = result.islands
+    assert [n.name for n in first.nodes] == ["exp", "log", "neg"]
+    assert [n.name for n in first.entering] == ["cast_a32"]
+    assert [n.name for n in first.leaving] == ["cast_f16", "cast_g16"]
+    assert first.codes == (("AMP101", 2), ("AMP116", 1))
+    assert first.bytes == 3 * 8 * 6
+    assert [n.name for n in second.nodes] == ["tanh"]
+    assert second.codes == (("", 1),)
+    assert {i.change for i in result.mirrored().islands} == {"removed"}
+
+
+def test_a_round_trip_is_no_island() -> None:
+    result = diff(PLAIN, model([cast("x", "l", HALF), cast("l", "z", FLOAT), relu("z", "y")]))
+    assert len(result.casts) == 2
+    assert not result.islands
+
+
+BF16 = ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (np.float32([1, 2]), np.float16([1, 2]), {}),
+        (np.float32([0.1, 1]), np.float16([0.1, 1]), {"rounded": 1}),
+        (np.float32([0.1, 1]), np.array([0.1, 1], BF16), {"rounded": 1}),
+        (np.float32([1e6, -1e6]), np.float16([65504, -65504]), {"clamped": 2}),
+        (np.float32([-np.inf, 1]), np.float16([-1e4, 1]), {"clamped": 1}),
+        (np.float32([1e6, 1]), np.float16([np.inf, 1]), {"overflowed": 1}),
+        (np.float32([1e-9, 1]), np.float16([0, 1]), {"flushed": 1}),
+        (np.float32([1e-6, 1]), np.float16([0, 1]), {"flushed": 1}),
+        (np.float32([3, 1]), np.float16([4, 1]), {"changed": 1}),
+        (np.float32([np.nan, 1]), np.float16([np.nan, 1]), {}),
+        (np.float32([np.nan, 1]), np.float16([0, 1]), {"changed": 1}),
+        (np.float32([-0.0]), np.float16([0.0]), {"changed": 1}),
+        (np.float32([-np.inf]), np.float32([-1e4]), {"clamped": 1}),
+        (np.float32([-1e4]), np.float32([-np.inf]), {"overflowed": 1}),
+        (np.float32([1e-9]), np.float32([0]), {"changed": 1}),
+        (np.int64([1, 2, 3]), np.int64([1, 5, 6]), {"changed": 2}),
+        (np.bool_([True]), np.bool_([False]), {"changed": 1}),
+        (np.int64([1, 2]), np.int32([1, 2]), {}),
+        (np.float64([0.1]), np.float32([0.1]), {"rounded": 1}),
+    ],
+)
+def test_what_happened_to_values(before: np.ndarray, after: np.ndarray, expected: dict[str, int]) -> None:
+    tensors = ir.tensor(before), ir.tensor(after)
+    change = constants.compare(("c", tensors[0]), ("c", tensors[1]), (), "")
+    if before.dtype == after.dtype and not expected:
+        assert change is None
+        return
+    assert change is not None
+    kinds = ("rounded", "clamped", "overflowed", "flushed", "changed")
+    assert {kind: getattr(change, kind) for kind in kinds if getattr(change, kind)} == expected
+    both = np.isfinite(before.astype(float)) & np.isfinite(after.astype(float))
+    assert change.max_error == np.abs(before.astype(float) - after.astype(float))[both].max(initial=0)
+    back = constants.compare(("c", tensors[1]), ("c", tensors[0]), (), "")
+    assert back == change.mirrored()
+
+
+def test_large_constants_are_compared_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=1000).astype(np.float32)
+    y = x.astype(np.float16)
+    y[::100] += 1
+    whole = constants.compare(("c", ir.tensor(x)), ("c", ir.tensor(y)), (), "")
+    monkeypatch.setattr(constants, "_BLOCK", 7)
+    assert constants.compare(("c", ir.tensor(x)), ("c", ir.tensor(y)), (), "") == whole
+    assert whole is not None
+    assert whole.changed == 10
+
+
+def test_moves_are_as_few_as_brute_force_finds() -> None:
+    rng = random.Random(0)
+    checked = 0
+    for _ in range(200):
+        size = rng.randrange(1, 8)
+        new = rng.sample(range(size), size)
+        pairs = [(old, at, f"k{old}") for old, at in enumerate(new)]
+        moved = order.moved(pairs)
+        longest = next(
+            count
+            for count in range(size, 0, -1)
+            if any(list(c) == sorted(c) for c in itertools.combinations(new, count))
+        )
+        assert len(moved) == size - longest
+        rest = [at for old, at, _ in pairs if (old, at, f"k{old}") not in moved]
+        assert rest == sorted(rest)
+        inverse = order.moved([(at, old, key) for old, at, key in pairs])
+        assert {key for _, _, key in inverse} == {key for _, _, key in moved}
+        checked += len(moved) > 0
+    assert checked > 100
+
+
+def test_numbers_find_the_node_that_goes_wrong() -> None:
+    """A weight changed in the middle: equal before it, and the first divergence at its reader."""
+
+    def chain(factor: float):
+        nodes = [
+            relu("x", "a"),
+            helper.make_node("Mul", ["a", "w"], ["b"], "scale"),
+            helper.make_node("Neg", ["b"], ["y"], "neg"),
+        ]
+        made = model(nodes)
+        made.graph.initializer.append(helper.make_tensor("w", FLOAT, [8], [factor] * 8))
+        return made
+
+    from onnxamp.comparison.compare import Comparison
+    from onnxamp.comparison.measure import measured
+
+    comparison = Comparison(chain(1.0), chain(3.0))
+    x = np.arange(16, dtype=np.float32).reshape(2, 8)
+    numbers = measured(comparison, comparison.result(), {"x": x}).numbers
+    assert isinstance(numbers, Numbers)
+    assert numbers.first_divergence == "b"
+    by_name = {v.name: v for v in numbers.values}
+    assert by_name["a"].snr is None
+    assert by_name["b"].max_error == 30
+    assert by_name["b"].scale == 15
+    assert by_name["b"].snr == pytest.approx(10 * np.log10(1 / 4))
+    same = Comparison(chain(1.0), chain(1.0))
+    assert measured(same, same.result(), None).numbers.first_divergence == ""
+
+
+def test_numbers_round_where_the_second_model_holds_16_bits() -> None:
+    """Overflow in fp16 shows, although ONNX Runtime's CPU provider would hide it."""
+    before = model(
+        [helper.make_node("Mul", ["x", "x"], ["a"], "square"), helper.make_node("Sqrt", ["a"], ["y"], "root")]
+    )
+    after = model(
+        [
+            cast("x", "x16", HALF),
+            helper.make_node("Mul", ["x16", "x16"], ["a"], "square"),
+            helper.make_node("Sqrt", ["a"], ["r"], "root"),
+            cast("r", "y", FLOAT),
+        ]
+    )
+    from onnxamp.comparison.compare import Comparison
+    from onnxamp.comparison.measure import measured
+
+    comparison = Comparison(before, after)
+    numbers = measured(comparison, comparison.result(), {"x": np.full((1, 8), 1000, np.float32)}).numbers
+    assert numbers is not None
+    assert numbers.first_divergence == "a"
+    assert {v.name: v.nonfinite for v in numbers.values} == {"a": 8, "y": 8}
