@@ -99,6 +99,7 @@ class Browser:
         scheme = "dark" if dark else "light"
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.call("Page.navigate", url="about:blank")
+        self.call("Storage.clearDataForOrigin", origin="file://", storageTypes="local_storage")
         start = time.perf_counter()
         self.call("Page.navigate", url=path.as_uri() + (f"#{at}" if at else ""))
         while not self.js("document.readyState === 'complete' && location.protocol === 'file:'"):
