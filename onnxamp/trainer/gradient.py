@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from onnxamp.ort.values import View
-from onnxamp.passes.assume import AssumePass
 from onnxamp.trainer.program import Place, Program
-from onnxamp.training.manifest import GraphPorts
+from onnxamp.training.manifest import Manifest
 
 
 class Gradient:
-    """Runs grad.onnx.
+    """Runs grad.onnx, and single.onnx for windows of one micro-batch.
 
-    A window of one micro-batch adds nothing up: for those the graph is specialized, so that gradients are written straight to
-    their place. Each form is opened when it is first needed; most runs need one of them.
+    Each is opened when it is first needed; most runs need one of them.
 
     Args:
-        model: The graph.
-        ports: What the manifest says about it.
+        manifest: The bundle's manifest.
+        executable: Gives a graph of the bundle by name, as it is to be run.
         place: Where it runs.
     """
 
-    def __init__(self, model: ir.Model, ports: GraphPorts, place: Place) -> None:
-        self._model = model
-        self._ports = ports
+    def __init__(self, manifest: Manifest, executable: Callable[[str], ir.Model], place: Place) -> None:
+        self._manifest = manifest
+        self._executable = executable
         self._place = place
-        self._first = next(port.name for port in ports.inputs if port.ref == "first")
-        self.hosts = {port.name: port.ref for port in ports.of_kind("host")}
+        self._programs: dict[str, Program] = {}
+        self.hosts = {port.name: port.ref for port in manifest.graphs["grad"].of_kind("host")}
 
     def run(self, feeds: Mapping[str, NDArray[Any]], fresh: Mapping[str, View], alone: bool) -> None:
         """Add the gradients of one micro-batch to the accumulators.
@@ -43,21 +40,12 @@ class Gradient:
             alone: This is the only micro-batch of its window.
         """
         program = self.program(alone)
-        if alone:
-            feeds = {name: value for name, value in feeds.items() if name in program.names}
-        program.run(feeds, fresh)
+        program.run({name: value for name, value in feeds.items() if name in program.names}, fresh)
         program.turn()
 
     def program(self, alone: bool) -> Program:
         """The session for windows of one micro-batch, or that for all others."""
-        return self._alone if alone else self._added
-
-    @functools.cached_property
-    def _added(self) -> Program:
-        return Program(self._model, self._ports, self._place)
-
-    @functools.cached_property
-    def _alone(self) -> Program:
-        model = self._model.clone()
-        AssumePass(self._first, True)(model)
-        return Program(model, self._ports, self._place)
+        name = "single" if alone and "single" in self._manifest.graphs else "grad"
+        if name not in self._programs:
+            self._programs[name] = Program(self._executable(name), self._manifest.graphs[name], self._place)
+        return self._programs[name]

@@ -89,7 +89,7 @@ PARAMETERS = (
 def _model(inputs: str, outputs: str, body: str, constants=CONSTANTS) -> ir.Model:
     proto = onnx.parser.parse_model(f"{HEAD}g ({inputs}) => ({outputs}) {{\n{body}\n}}")
     proto.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in constants.items())
-    model = ir.from_proto(proto)
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
     for value in (*model.graph.inputs, *model.graph.outputs):
         value.name = re.sub("^(acc_out|acc)_", r"\1/", (value.name or "").replace("amp_", "amp."))
     return model

@@ -123,3 +123,22 @@ def test_dropout_masks_change_with_the_step_and_the_seed():
         losses.append([trainer.micro_step(batch).loss for _ in range(5)])
     assert losses[0] == losses[1]
     assert len({*losses[0], *losses[2]}) == 10
+
+
+def test_a_window_of_one_micro_batch_has_the_bits_of_the_accumulating_graph():
+    rng = np.random.default_rng(7)
+    batch = {"x": rng.standard_normal((ROWS, FEATURES), np.float32), "labels": _indices(rng)}
+    model = _model(f"n,{CLASSES}", DROPOUT, CLASSES)
+    bundle = training.build(model, loss="cross_entropy", optimizer=training.Adam(lr=0.01), level="O2")
+    alone, flushed = Trainer(bundle, "cpu", 1, threads=1), Trainer(bundle, "cpu", 2, threads=1)
+    assert "amp.first" not in alone._grad.program(True).names
+    for window in range(6):
+        if window == 4:  # the other graph takes over
+            alone.accumulate = 3
+        first, second = alone.micro_step(batch), flushed.micro_step(batch)
+        first = first if window < 4 else alone.flush()
+        second = flushed.flush()
+        assert first.report == second.report
+        for tensor in alone.manifest.tensors:
+            np.testing.assert_array_equal(alone._arenas.tensor(tensor.key), flushed._arenas.tensor(tensor.key))
+    assert alone.step == flushed.step >= 5

@@ -263,23 +263,3 @@ def test_arguments_are_checked(bundle):
         trainer.evaluate([], weights="best")
     assert trainer.flush() is None
     assert onnxamp.Trainer is Trainer
-
-
-def test_windows_of_one_micro_batch_need_no_accumulator(bundle, batches):
-    """The graph without accumulation gives the bits of the graph with it."""
-    alone, flushed = _open(bundle, accumulate=1), _open(bundle, accumulate=2)
-    for batch in batches:
-        first = alone.micro_step(batch)
-        assert flushed.micro_step(batch).report is None
-        second = flushed.flush()
-        assert first.report == second.report
-        _equal(alone, flushed)
-    assert "acc/w" not in alone._grad.program(True).names
-    assert "acc/w" in flushed._grad.program(False).names
-    alone.accumulate = 3
-    flushed.accumulate = 3
-    for batch in batches[:3]:
-        alone.micro_step(batch)
-        flushed.micro_step(batch)
-    _equal(alone, flushed)
-    assert alone.step == 13
