@@ -117,7 +117,8 @@ def adapted(feeds: Mapping[str, object], kinds: Mapping[str, int]) -> dict[str, 
         if isinstance(array, list):
             return [one(item, kind) for item in array]
         if isinstance(array, np.ndarray) and array.dtype in (np.float16, np.float32) and kind in FLOATS:
-            return array.astype(helper.tensor_dtype_to_np_dtype(kind))
+            with np.errstate(over="ignore"):
+                return array.astype(helper.tensor_dtype_to_np_dtype(kind))
         return array
 
     return {name: one(feeds[name], kind) for name, kind in kinds.items() if name in feeds}
