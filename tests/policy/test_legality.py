@@ -66,6 +66,14 @@ SMALL_NORM = NORM.replace("1e6", "3")
             "y",
             ("fp32", "AMP301", None),
         ),
+        # a function without kernel is written out
+        ("g (float[1,4] x) => (y) { y = Mish(x) }", {"level": "O3", "opset": 18}, "y", ("fp16", "AMP009", {})),
+        (
+            "g (float[1,4] x) => (y) { y = Mish(x) }",
+            {"level": "O3", "opset": 18, "target": "ort-cpu"},
+            "y",
+            ("fp32", "AMP301", None),
+        ),
         # the CPU has hardly any 16-bit kernels
         (CONV, {"target": "ort-cpu", "level": "O3"}, "y", ("fp32", "AMP301", None)),
     ],

@@ -7,14 +7,15 @@ import onnx_ir as ir
 
 from onnxamp.model.units import Read, Unit
 from onnxamp.policy import codes
-from onnxamp.policy.facts import Facts, extent
+from onnxamp.policy.facts import extent
 from onnxamp.policy.marks import Marks
-from onnxamp.policy.operators import Kind
 
 # A tensor that loses more than this, relative to its norm, does not mean the same any more (rounding alone costs 2^-12).
 LOSS_LIMIT = 0.01
 # A tensor with more than this share of its elements flushed to zero has lost its small part.
 FLUSH_LIMIT = 0.5
+# The operand that is only added, by operator.
+_BIAS = {"Conv": 2, "ConvTranspose": 2, "Gemm": 2, "LSTM": 3, "GRU": 3, "RNN": 3, "FusedConv": 2, "FusedGemm": 2}
 
 
 def out_of_range(marks: Marks) -> None:
@@ -53,7 +54,7 @@ def lossy_weights(marks: Marks) -> None:
         if unit in marks.decisions or unit.node is None:
             continue
         for read in unit.reads:
-            if read.value not in facts.constants or _is_added(facts, unit, read):
+            if read.value not in facts.constants or _is_added(unit, read):
                 continue
             found = facts.extent(read.value)
             if found.nonzero and found.flushed > FLUSH_LIMIT * found.nonzero:
@@ -63,6 +64,6 @@ def lossy_weights(marks: Marks) -> None:
                 marks.fp32(unit, codes.WEIGHT_LOST, constant=read.value.name, loss=float(f"{found.loss:.3g}"))
 
 
-def _is_added(facts: Facts, unit: Unit, read: Read) -> bool:
+def _is_added(unit: Unit, read: Read) -> bool:
     assert unit.node is not None
-    return unit.node.op_type in ("Add", "Sub", "Sum") or (facts.kind(unit) is Kind.HEAVY and read.index > 1)
+    return unit.node.op_type in ("Add", "Sub", "Sum") or _BIAS.get(unit.node.op_type) == read.index

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import onnx.defs
 import onnx_ir as ir
 
 from onnxamp.model.signatures import Formal, Signature
@@ -21,6 +22,7 @@ _NAMES = {
     ir.DataType.FLOAT16: "float16",
     ir.DataType.BFLOAT16: "bfloat16",
 }
+_LOW = frozenset({"float16", "bfloat16"})
 # ONNX Runtime folds these, or rewrites them to Cast, before it looks for a kernel.
 _WITHOUT_KERNEL = frozenset({"Constant", "CastLike"})
 
@@ -29,7 +31,8 @@ class TargetTable:
     """What one target computes.
 
     A row of a kernel table serves the operator versions from `since` to `until`; one without `until` only the version that `since`
-    names, since a later version may mean something else. All type parameters must be found in the same row.
+    names, since a later version may mean something else. All type parameters must be found in the same row. A function without any kernel
+    is written out by the runtime: the operators of its body count.
     """
 
     def __init__(self, name: str, content: dict[str, Any]) -> None:
@@ -51,11 +54,13 @@ class TargetTable:
             return not any(node.op_type in self._without.get(dtype, {}) for dtype in low)
         if node.op_type in _WITHOUT_KERNEL:
             return True
+        if not self._rows(node):
+            return self._computes_body(node, signature, {_name(dtype) for dtype in types.values()} & _LOW)
         bound = dict(_bound(node, signature))
         bound.update({variable: _name(dtype) for variable, dtype in types.items()})
         aliases = _aliases(signature)
         for since, until, allowed in self._rows(node):
-            if (since <= signature.since <= until) if until is not None else since == signature.since:
+            if _serves(signature.since, since, until):
                 for parameter, kinds in allowed.items():
                     kind = bound.get(parameter) or bound.get(aliases.get(parameter, ""))
                     if kind is not None and kind not in kinds:
@@ -63,6 +68,31 @@ class TargetTable:
                 else:
                     return True
         return False
+
+    def _computes_body(self, node: ir.Node, signature: Signature, low: set[str]) -> bool:
+        """Whether the runtime, which writes a function without kernel out, has kernels for the operators of its body."""
+        try:
+            schema = onnx.defs.get_schema(
+                node.op_type, signature.since, "" if node.domain == "ai.onnx" else node.domain
+            )
+        except onnx.defs.SchemaError:
+            return False
+        if not schema.has_function:  # type: ignore[attr-defined]  # missing in the stubs
+            return False
+        (opset,) = [
+            entry.version for entry in schema.function_body.opset_import if entry.domain in ("", "ai.onnx")
+        ] or [0]
+        return all(self._has_kernel(inner.op_type, opset, low) for inner in schema.function_body.node)
+
+    def _has_kernel(self, op_type: str, opset: int, low: set[str]) -> bool:
+        if op_type in (*_WITHOUT_KERNEL, "Cast"):
+            return True
+        since = onnx.defs.get_schema(op_type, opset).since_version
+        assert self._kernels is not None
+        return any(
+            _serves(since, row[0], row[1]) and all(any(kind in kinds for kinds in row[2].values()) for kind in low)
+            for row in self._kernels.get(op_type, [])
+        )
 
     def reason(self, node: ir.Node, dtype: str) -> str | None:
         """What a list of gaps says of `node` in `dtype`."""
@@ -79,6 +109,10 @@ def table(name: str) -> TargetTable:
     """The shipped table called `name`."""
     text = importlib.resources.files("onnxamp.policy.targets").joinpath(f"{name}.json").read_text(encoding="utf-8")
     return TargetTable(name, json.loads(text))
+
+
+def _serves(version: int, since: int, until: int | None) -> bool:
+    return since <= version <= until if until is not None else version == since
 
 
 def _name(dtype: ir.DataType) -> str:
