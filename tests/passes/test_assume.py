@@ -48,3 +48,27 @@ def test_an_input_that_nobody_reads_any_more_goes():
     AssumePass("ok", True)(model)
     assert [value.name for value in model.graph.inputs] == ["a", "b", "s"]
     assert "Where" not in [node.op_type for node in model.graph]
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_sum_with_a_selected_zero_is_the_other_summand(value):
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    g (float[4] a, float[4] b, bool first) => (float[4] y, float[4] z) <float zero = {0}> {
+        before = Where(first, zero, a)
+        half = Mul(b, b)
+        y = Add(before, half)
+        inner = Add(half, before)
+        z = Neg(inner)
+    }"""
+    source = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text))
+    model = ir.from_proto(source)
+    AssumePass("first", value)(model)
+    result = ir.to_proto(model)
+    onnx.checker.check_model(result)
+    operators = [node.op_type for node in result.graph.node]
+    assert operators == (["Mul", "Neg"] if value else ["Where", "Mul", "Add", "Add", "Neg"])
+    feeds = {"a": np.full(4, np.nan if value else 3, np.float32), "b": np.arange(4, dtype=np.float32)}
+    expected = ReferenceEvaluator(source).run(None, {**feeds, "first": np.array(value)})
+    kept = {name: feeds[name] for name in [value.name for value in model.graph.inputs]}
+    for got, wanted in zip(ReferenceEvaluator(result).run(None, kept), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
