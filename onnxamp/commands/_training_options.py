@@ -86,7 +86,8 @@ def training_options(function: _F) -> _F:
 
 
 OPTION_NAMES: tuple[str, ...] = tuple(
-    str(option.name) for option in training_options(lambda: None).__click_params__  # type: ignore[attr-defined]
+    str(option.name)
+    for option in training_options(lambda: None).__click_params__[::-1]  # type: ignore[attr-defined]
 )
 """Names of the options as parameters of the command."""
 

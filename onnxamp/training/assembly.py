@@ -172,7 +172,6 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
             f"No parameter that should train has a gradient: {', '.join(unreached[:5])} do not reach the loss."
         )
     trained = dataclasses.replace(task, parameters=tuple(entry.name for entry in grad.entries))
-    single = grad_graph(trained, single=True)
     layout, recipe = _steps(grad, arguments)
     evaluation, eval_ports = eval_graph(trained, [name for name, _ in grad.statistics])
     reduction, reduce_ports = reduce_graph(recipe, layout)
@@ -185,7 +184,6 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
         dtype=arguments.amp.dtype,
         graphs={
             "grad": grad.ports,
-            "single": single.ports,
             "reduce": reduce_ports,
             "update": update_ports,
             "eval": eval_ports,
@@ -200,7 +198,7 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
         limits={"floor": arguments.scale.lowest, "patience": PATIENCE},
         notes=tuple(notes),
     )
-    graphs = {"grad": grad.model, "single": single.model, "reduce": reduction, "update": update, "eval": evaluation}
+    graphs = {"grad": grad.model, "reduce": reduction, "update": update, "eval": evaluation}
     return Bundle(graphs, _state(forward.model.graph, layout, arguments), manifest, source)
 
 

@@ -29,7 +29,7 @@ class Bundle:
     """Everything that training needs; `docs/bundle.md` describes it.
 
     Attributes:
-        graphs: ``grad``, ``single``, ``reduce``, ``update``, ``eval``.
+        graphs: ``grad``, ``reduce``, ``update``, ``eval``.
         state: Initial values by tensor key; what is absent starts as zeros.
         manifest: Names, types, shapes, places.
         model: The user's model, as it was given.

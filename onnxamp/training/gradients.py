@@ -158,16 +158,11 @@ def eval_graph(task: Task, statistics: Sequence[str] = (), file: str = "eval.onn
     return built.finish(file)
 
 
-def grad_graph(task: Task, *, single: bool = False) -> GradGraph:
-    """Forward, loss, backward, accumulation.
-
-    Args:
-        task: What to make it of.
-        single: Make the graph of a window of one micro-batch, which has nothing to add to: it takes no accumulators.
-    """
+def grad_graph(task: Task) -> GradGraph:
+    """Forward, loss, backward, accumulation."""
     built = _Graph(task, [task.prediction])
     op, graph = built.op, built.model.graph
-    first = None if single else built.take("amp.first", BOOL, (), "host", "first")
+    first = built.take("amp.first", BOOL, (), "host", "first")
     scale = built.take("amp.loss_scale", FLOAT, (), "tensor", "scalars/loss_scale")
     divisor = built.take("amp.seed_divisor", FLOAT, (), "tensor", "scalars/seed_divisor")
     _drop(built)
@@ -190,9 +185,6 @@ def grad_graph(task: Task, *, single: bool = False) -> GradGraph:
 
     def accumulate(value: ir.Value, name: str, result: str, key: str) -> None:
         """Give `value`, added to what the window has so far; whatever an earlier window left is selected away."""
-        if first is None:
-            built.give(value, result, "tensor", key)
-            return
         assert value.shape is not None
         before = built.take(name, FLOAT, _static(value.shape), "tensor", key)
         built.give(op.Add(op.select(first, 0.0, before), value), result, "tensor", key, name)
@@ -223,7 +215,7 @@ def grad_graph(task: Task, *, single: bool = False) -> GradGraph:
     empty = op.is_zero(terms.weight_sum)
     mean = op.Div(terms.loss_sum, op.select(empty, 1.0, terms.weight_sum))
     built.give(op.select(empty, 0.0, mean), "amp.loss", "result", "loss")
-    model, ports = built.finish("single.onnx" if single else "grad.onnx")
+    model, ports = built.finish("grad.onnx")
     return GradGraph(model, ports, tuple(entries), statistics, labels)
 
 
@@ -265,7 +257,7 @@ def _drop(built: _Graph) -> None:
 
 
 def _running(
-    built: _Graph, norms: Sequence[batch_norm.Trained], first: ir.Value | None
+    built: _Graph, norms: Sequence[batch_norm.Trained], first: ir.Value
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Running statistics: the committed ones in the first micro-batch, those of the window after it."""
     op, graph = built.op, built.model.graph
@@ -275,14 +267,11 @@ def _running(
         for name, value in zip(norm.running, batch, strict=True):
             initializer = graph.initializers.pop(name)
             shape = _static(initializer.shape)
-            before = built.take(f"stat/{name}", FLOAT, shape, "tensor", f"statistics/{name}")
-            alias = None
-            if first is not None:
-                alias = f"stat_work/{name}"
-                work = built.take(alias, FLOAT, shape, "tensor", f"statistics_work/{name}")
-                before = op.Where(first, before, work)
+            committed = built.take(f"stat/{name}", FLOAT, shape, "tensor", f"statistics/{name}")
+            work = built.take(f"stat_work/{name}", FLOAT, shape, "tensor", f"statistics_work/{name}")
+            before = op.Where(first, committed, work)
             after = op.Add(op.Mul(before, norm.momentum), op.Mul(value, 1 - norm.momentum))
-            built.give(after, f"stat_work_out/{name}", "tensor", f"statistics_work/{name}", alias)
+            built.give(after, f"stat_work_out/{name}", "tensor", f"statistics_work/{name}", f"stat_work/{name}")
             found.append((name, shape))
     return tuple(found)
 

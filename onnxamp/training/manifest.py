@@ -188,7 +188,7 @@ class Manifest:
     Attributes:
         level: O0, OD, O1, O2 or O3.
         dtype: The low type, ``fp16`` or ``bf16``; at O0 unused.
-        graphs: ``grad``, ``single``, ``reduce``, ``update``, ``eval``.
+        graphs: ``grad``, ``reduce``, ``update``, ``eval``.
         arenas: All arenas, in allocation order.
         tensors: All state tensors.
         segments: Partition of the parameter arenas.

@@ -70,7 +70,7 @@ class Driver:
         self.bundle, self.manifest, self.accumulate = bundle, bundle.manifest, accumulate
         self._sessions = {}
         for name, built in bundle.graphs.items():
-            low = name in ("grad", "single", "eval") and self.manifest.level != "O0"
+            low = name in ("grad", "eval") and self.manifest.level != "O0"
             proto = ir.to_proto(emulate(built) if low else built)
             onnx.checker.check_model(ir.to_proto(built), full_check=True)
             self._sessions[name] = _session(proto)
@@ -105,8 +105,7 @@ class Driver:
         if divisor == 0:
             weight = self.eval(batch)["amp.weight_sum"]
             divisor[...] = 2.0 ** round(np.log2(weight)) if weight > 0 else 1.0
-        name = "single" if self.accumulate == 1 else "grad"
-        self._store(name, self._run(name, batch))
+        self._store("grad", self._run("grad", batch))
         self.first, self.micro_steps, self.rows = (
             False,
             self.micro_steps + 1,

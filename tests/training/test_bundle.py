@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from onnxamp.errors import ModelError, UnsupportedError, UsageError
+from onnxamp.passes.assume import AssumePass
 from onnxamp.training import (
     SGD,
     AdamW,
@@ -157,8 +158,7 @@ def test_saves_and_loads(model, tmp_path):
         assert [node.name for node in loaded.graphs[name].graph] == [node.name for node in graph.graph]
     assert [value.name for value in loaded.model.graph.outputs] == ["y"]
     assert sorted(path.name for path in saved.path.iterdir()) == [
-        "eval.onnx", "grad.onnx", "manifest.json", "model.onnx", "reduce.onnx", "single.onnx", "state.safetensors",
-        "update.onnx",
+        "eval.onnx", "grad.onnx", "manifest.json", "model.onnx", "reduce.onnx", "state.safetensors", "update.onnx",
     ]  # fmt: skip
     with pytest.raises(UsageError, match="exists already"):
         bundle.save(saved.path)
@@ -167,6 +167,17 @@ def test_saves_and_loads(model, tmp_path):
     (tmp_path / "other" / "file").touch()
     with pytest.raises(UsageError, match="not a bundle"):
         bundle.save(tmp_path / "other", overwrite=True)
+
+
+def test_a_window_of_one_micro_batch_needs_no_accumulators(model):
+    bundle = build(model, loss="cross_entropy", optimizer="adamw")
+    graph = bundle.graphs["grad"].clone()
+    AssumePass("amp.first", True)(graph)
+    onnx.checker.check_model(ir.to_proto(graph), full_check=True)
+    read = {value.name for value in graph.graph.inputs if value.uses()}
+    assert "stat/2.running_mean" in read
+    assert not {name for name in read if name.startswith(("acc/", "stat_work/", "amp.first", "amp.window"))}
+    assert [value.name for value in graph.graph.outputs] == [p.name for p in bundle.manifest.graphs["grad"].outputs]
 
 
 def test_two_builds_are_equal(model, tmp_path):
