@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ from onnxamp.trainer.checkpoint import atomic, disk_error
 
 if TYPE_CHECKING:
     from onnxamp.trainer.fit import Loop
+
+# Between two points of TensorBoard.
+_POINT_SECONDS = 0.25
 
 
 def record(loop: Loop, window: Window) -> dict[str, Any]:
@@ -119,7 +123,10 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class TensorBoard(Callback):
-    """TensorBoard events: `train/*` per window and `val/*` per evaluation, over the number of the window.
+    """TensorBoard events: `train/*` and, per evaluation, `val/*`, over the number of the window.
+
+    Writing a point takes longer than everything else around a window, so of fast windows some four a second are written,
+    and all that are skipped; `metrics.jsonl` has every window.
 
     Raises:
         RuntimeMissingError: tensorboardX is not installed.
@@ -134,11 +141,16 @@ class TensorBoard(Callback):
             ) from problem
         self.folder = folder
         self._writer: Any = None
+        self._written = -math.inf
 
     def on_start(self, loop: Loop) -> None:
         self._writer = self._writer_class(str(self.folder), purge_step=loop.windows + 1 if loop.windows else None)
 
     def on_window(self, loop: Loop, window: Window) -> None:
+        now = time.monotonic()
+        if now - self._written < _POINT_SECONDS and not window.skipped:
+            return
+        self._written = now
         for name in ("loss", "learning_rate", "loss_scale", "gradient_norm"):
             self._writer.add_scalar(f"train/{name}", window.report[name], loop.windows)
         self._writer.add_scalar("train/skipped", loop.skipped, loop.windows)
