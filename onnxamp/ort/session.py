@@ -152,12 +152,19 @@ def run(session: Any, feeds: Mapping[str, Any], outputs: Sequence[str] | None = 
             f"The data do not fit the model's inputs: missing {missing or 'none'}, unknown {unknown or 'none'}; "
             f"expected {inputs}."
         )
+    kinds = {value.name: value.type for value in session.get_outputs()}
+    low = any("bfloat16" in kinds.get(name, "") for name in wanted)
+    if low and any(kinds[name].startswith(("seq", "optional", "map")) for name in wanted if name in kinds):
+        raise UnsupportedError(
+            "ONNX Runtime's Python binding hands out no sequence beside a bfloat16 tensor: ask for the outputs one by one."
+        )
     try:
-        if any("bfloat16" in value.type for value in (*session.get_inputs(), *session.get_outputs())):
+        if low:
             values = {name: _to_ort(value) for name, value in feeds.items()}
             results = [to_numpy(value) for value in session.run_with_ort_values(wanted, values)]
         else:
-            results = session.run(wanted, dict(feeds))
+            values = {name: _to_ort(value) if _is_bfloat16(value) else value for name, value in feeds.items()}
+            results = session.run(wanted, values)
     except Exception as problem:
         raise run_error(problem) from problem
     return dict(zip(wanted, results, strict=True))
@@ -187,6 +194,10 @@ def loadable(model: Model, folder: str) -> str | bytes:
     except (OSError, ValueError) as problem:
         raise ModelError(f"The weights of the model cannot be read: {_sentence(problem)}.") from problem
     return path
+
+
+def _is_bfloat16(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == ml_dtypes.bfloat16
 
 
 def _to_ort(value: Any) -> Any:

@@ -28,6 +28,7 @@ from onnxamp.errors import UnsupportedError
 from onnxamp.model import types
 from onnxamp.model.inlining import inline_float_functions
 from onnxamp.model.signatures import signature
+from onnxamp.model.units import all_values
 
 # Each result element is an element of an operand or a constant that is exact in the type, so it needs no rounding.
 _MOVES = """
@@ -53,14 +54,14 @@ def emulate(model: ir.Model) -> ir.Model:
             cannot be inlined.
     """
     result = model.clone()
-    graph = result.graph
-    declared = [value.shape for value in (*graph.inputs, *graph.outputs)]
+    # Shapes stay as declared: a runtime infers the others, and one that inference got wrong would misguide it.
+    declared = {value: value.shape for value in all_values(result.graph)}
     types.infer(result)
     if inline_float_functions(result):
         types.infer(result)
+    for value in all_values(result.graph):
+        value.shape = declared.get(value)
     _Emulation(result).run()
-    for value, shape in zip((*graph.inputs, *graph.outputs), declared, strict=True):
-        value.shape = shape  # as it was, not as inferred
     return result
 
 

@@ -70,6 +70,21 @@ def test_bfloat16_on_both_sides() -> None:
     assert empty["e"].shape == (0,)
 
 
+def test_bfloat16_beside_sequences() -> None:
+    x = np.array([1, 2]).astype(ml_dtypes.bfloat16)
+    into = proto("g (bfloat16[N] x) => (seq(float[N]) s) { y = Cast <to = 1> (x)  s = SequenceConstruct(y, y) }")
+    got = run(open_session(into), {"x": x})["s"]
+    np.testing.assert_array_equal(got[1], [1, 2])
+    both = open_session(
+        proto("g (bfloat16[N] x) => (bfloat16[N] z, seq(float[N]) s) "
+              "{ z = Identity(x)  y = Cast <to = 1> (x)  s = SequenceConstruct(y, y) }")
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="one by one"):
+        run(both, {"x": x})
+    np.testing.assert_array_equal(run(both, {"x": x}, ["s"])["s"][0], [1, 2])
+    np.testing.assert_array_equal(run(both, {"x": x}, ["z"])["z"], x)
+
+
 ERRORS = {
     "missing file": (lambda: open_session("/no/such.onnx"), ModelError, "No such model file"),
     "not protobuf": (lambda: open_session(b"no model"), ModelError, "cannot load"),
