@@ -67,8 +67,12 @@ def test_a_sum_with_a_selected_zero_is_the_other_summand(value):
     onnx.checker.check_model(result)
     operators = [node.op_type for node in result.graph.node]
     assert operators == (["Mul", "Neg"] if value else ["Where", "Mul", "Add", "Add", "Neg"])
-    feeds = {"a": np.full(4, np.nan if value else 3, np.float32), "b": np.arange(4, dtype=np.float32)}
-    expected = ReferenceEvaluator(source).run(None, {**feeds, "first": np.array(value)})
+    feeds = {
+        "a": np.full(4, np.nan if value else 3, np.float32),
+        "b": np.arange(4, dtype=np.float32),
+        "first": np.array(value),
+    }
+    expected = ReferenceEvaluator(source).run(None, feeds)
     kept = {name: feeds[name] for name in [value.name for value in model.graph.inputs]}
     for got, wanted in zip(ReferenceEvaluator(result).run(None, kept), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
