@@ -275,8 +275,9 @@ class Emitter:
         node.metadata_props.update(self._metadata)
         for index, value in enumerate(node.outputs):
             value.name = self.unique(node.name if index == 0 else f"{node.name}/{index}")
-        self._type(node)
         self._inference.infer(node)
+        if node.outputs[0].dtype is None:
+            self._type(node)
         self.graph.append(node)
         self.emitted[node] = None
         if key is not None:
@@ -284,9 +285,14 @@ class Emitter:
         return tuple(node.outputs)
 
     def _type(self, node: ir.Node) -> None:
-        """The types of what we emit follow from a few facts; inference confirms them and adds the shapes."""
+        """The type of the first output where inference gives none, an input being without a shape."""
         if node.op_type == "Cast":
             dtype = ir.DataType(node.attributes["to"].as_int())
+        elif node.op_type == "CastLike":
+            like = node.inputs[1]
+            if like is None or like.dtype is None:
+                return
+            dtype = like.dtype
         elif node.op_type in _BOOLEAN:
             dtype = ir.DataType.BOOL
         elif node.op_type in _INT64:

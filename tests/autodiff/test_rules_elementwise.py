@@ -39,6 +39,8 @@ CHOICES = [
     case("Pow", (3, 4), np.float64(1.0)),
     case("Pow", (3, 4), (4,), low=0.5),
     case("Pow", (3, 1), np.asarray([0.0, 2.0, 3.0, 1.0])),
+    case("CastLike", (3, 4), np.float64(1.0)),
+    case("Cast", (3, 4), to=11, ort=False),
     case("Mod", (3, 4), (4,), fmod=1, low=0.6, high=5.0),
 ]
 UNARY = [
@@ -148,4 +150,4 @@ def test_rule(check_case, case):
 
 
 def test_number_of_cases():
-    assert len(CASES) == 169
+    assert len(CASES) == 171

@@ -49,6 +49,12 @@ ACTIVATIONS = [
     case("ThresholdedRelu", (3, 5), alpha=0.4),
     case("Gelu", (3, 5), opset=20, oracle=F.gelu),
     case("Gelu", (3, 5), opset=20, approximate="tanh"),
+    case("Gelu", (3, 5), domain="com.microsoft", oracle=F.gelu),
+    case("BiasGelu", (3, 5), (5,), domain="com.microsoft", oracle=lambda x, b: F.gelu(x + b)),
+    case("FastGelu", (3, 5), domain="com.microsoft", oracle=lambda x: F.gelu(x, approximate="tanh")),
+    case("FastGelu", (3, 5), (5,), domain="com.microsoft", oracle=lambda x, b: F.gelu(x + b, approximate="tanh")),
+    case("QuickGelu", (3, 5), domain="com.microsoft", oracle=lambda x: x * (1.702 * x).sigmoid()),
+    case("Swish", (3, 5), opset=24, alpha=1.5, oracle=lambda x: x * (1.5 * x).sigmoid()),
     case("PRelu", (2, 3, 4), (3, 1)),
     case("PRelu", (2, 3), (1,)),
     case("Dropout", (2, 3)),
@@ -253,4 +259,4 @@ def test_rule(check_case, case):
 
 
 def test_number_of_cases():
-    assert len(CASES) == 120
+    assert len(CASES) == 126
