@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from onnxamp.ort.values import View
+from onnxamp.passes.assume import AssumePass
 from onnxamp.trainer.program import Place, Program
-from onnxamp.training.manifest import Manifest
+from onnxamp.training.manifest import GraphPorts
 
 
 class Gradient:
-    """Runs grad.onnx, and single.onnx for windows of one micro-batch.
+    """Runs grad.onnx.
 
-    Each is opened when it is first needed; most runs need one of them.
+    A window of one micro-batch adds nothing up: for those the graph is specialized, so that gradients are written straight to
+    their place. Each form is opened when it is first needed; most runs need one of them.
 
     Args:
-        manifest: The bundle's manifest.
-        executable: Gives a graph of the bundle by name, as it is to be run.
+        model: The graph.
+        ports: What the manifest says about it.
         place: Where it runs.
     """
 
-    def __init__(self, manifest: Manifest, executable: Callable[[str], ir.Model], place: Place) -> None:
-        self._manifest = manifest
-        self._executable = executable
+    def __init__(self, model: ir.Model, ports: GraphPorts, place: Place) -> None:
+        self._model = model
+        self._ports = ports
         self._place = place
-        self._programs: dict[str, Program] = {}
-        self.hosts = {port.name: port.ref for port in manifest.graphs["grad"].of_kind("host")}
+        self._first = next(port.name for port in ports.inputs if port.ref == "first")
+        self.hosts = {port.name: port.ref for port in ports.of_kind("host")}
 
     def run(self, feeds: Mapping[str, NDArray[Any]], fresh: Mapping[str, View], alone: bool) -> None:
         """Add the gradients of one micro-batch to the accumulators.
@@ -45,7 +48,14 @@ class Gradient:
 
     def program(self, alone: bool) -> Program:
         """The session for windows of one micro-batch, or that for all others."""
-        name = "single" if alone and "single" in self._manifest.graphs else "grad"
-        if name not in self._programs:
-            self._programs[name] = Program(self._executable(name), self._manifest.graphs[name], self._place)
-        return self._programs[name]
+        return self._single if alone else self._added
+
+    @functools.cached_property
+    def _added(self) -> Program:
+        return Program(self._model, self._ports, self._place)
+
+    @functools.cached_property
+    def _single(self) -> Program:
+        model = self._model.clone()
+        AssumePass(self._first, True)(model)
+        return Program(model, self._ports, self._place)

@@ -91,7 +91,7 @@ class Trainer:
         self._environment = checkpoint.environment(self.provider, threads)
         place = Place(self._arenas, Results(device), self._config, in_place, self._segment_scalars(device))
         graphs = self.manifest.graphs
-        self._grad = Gradient(self.manifest, self._executable, place)
+        self._grad = Gradient(self._executable("grad"), graphs["grad"], place)
         self._reduce = Program(self._executable("reduce"), graphs["reduce"], place)
         self._update = Update(self._executable("update"), graphs["update"], place, threads)
         self._grad.program(accumulate == 1)  # what cannot run here should be said now
@@ -339,7 +339,7 @@ class Trainer:
     def _executable(self, name: str) -> ir.Model:
         """A graph of the bundle as this provider is to run it."""
         graph = self.bundle.graphs[name]
-        low = self.manifest.level != "O0" and name in ("grad", "single", "eval")
+        low = self.manifest.level != "O0" and name in ("grad", "eval")
         return emulate(graph) if low and self.provider not in _COMPUTES_LOW else graph
 
     @functools.cached_property
