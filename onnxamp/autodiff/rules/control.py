@@ -39,7 +39,9 @@ def _branch(
         assert value.const_value is not None
         actual[value] = body.constant(value.const_value.numpy())
     for step in source:
-        body.refuse(any(attr.type == ir.AttributeType.GRAPH for attr in step.attributes.values()), "a branch with bodies")
+        body.refuse(
+            any(attr.type == ir.AttributeType.GRAPH for attr in step.attributes.values()), "a branch with bodies"
+        )
         inputs = [None if value is None else actual.get(value, value) for value in step.inputs]
         attributes = dict(step.attributes)
         results = body.emit(step.op_type, inputs, attributes, outputs=len(step.outputs), domain=step.domain)
@@ -52,8 +54,8 @@ def _branch(
     body.wanted = frozenset(range(len(values)))
     outputs = [actual.get(value, value) for value in source.outputs]
     found = through(body, outputs, gradients, values)
-    results = []
+    given: list[ir.Value] = []
     for g, value in zip(found, values, strict=True):
         g = body.zeros(value) if g is None else g
-        results.append(body.Identity(g) if g.graph is not body.graph or g in results or g.is_initializer() else g)
-    return results
+        given.append(body.Identity(g) if g.graph is not body.graph or g in given or g.is_initializer() else g)
+    return given

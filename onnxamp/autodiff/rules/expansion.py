@@ -16,13 +16,14 @@ from onnxamp.autodiff.reverse import through
 
 
 @gradient("RotaryEmbedding")
-@gradient("AffineGrid")
 @gradient("CenterCropPad", inputs=(0,))
 def by_function(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
     """The gradient of the operator's function body."""
     body = _body(op, node)
     actual: dict[str, ir.Value | None] = dict(zip(body.input, node.inputs, strict=False))
     for step in body.node:
+        bodies = any(attribute.type == onnx.AttributeProto.GRAPH for attribute in step.attribute)
+        op.refuse(bodies, f"the function of {node.op_type} has branches")
         inputs = [actual.get(name) if name else None for name in step.input]
         attributes = {}
         for attribute in step.attribute:
