@@ -51,8 +51,6 @@ def page_of(comparison: Comparison, result: GraphDiff) -> str:
         report.Note([text.verdict(result)], tone="good" if result.empty else "plain"),
         report.Figures(_figures(result)),
     ]
-    if result.numbers is not None:
-        sections.append(_numbers(builder, result))
     sections.append(
         report.GraphView(
             "Graph",
@@ -62,6 +60,8 @@ def page_of(comparison: Comparison, result: GraphDiff) -> str:
         )
     )
     sections += [report.GraphView(f"Function {name}", body, rules) for name, body in functions]
+    if result.numbers is not None:
+        sections.append(_numbers(builder, result))
     sections += _tables(builder, result)
     return report.page(f"{one} → {other}", sections, subtitle="onnxamp diff")
 
@@ -102,7 +102,7 @@ def _tables(builder: _Builder, result: GraphDiff) -> list[report.Section]:
             for row, retyped in zip(rows, result.retyped, strict=True):
                 row[0] = link(retyped.counterpart, True)
         columns = ["first node", *part.columns[1:]] if part.title == "fp32 islands" else list(part.columns)
-        found.append(report.Table(part.title, columns, rows, part.note, open=len(rows) <= 60))
+        found.append(report.Table(part.title, columns, rows, part.note, open=len(rows) <= 25))
     return found
 
 
@@ -119,7 +119,7 @@ def _numbers(builder: _Builder, result: GraphDiff) -> report.Table:
         target = builder.node_ids.get(value.node)
         where: Cell | Link = Link(row[1], target) if target else row[1]
         rows.append([row[0], where, value.max_error, value.scale, row[4], value.nonfinite])
-    return report.Table(part.title, part.columns, rows, part.note)
+    return report.Table(part.title, part.columns, rows, part.note, limit=20)
 
 
 class _Builder:
@@ -358,9 +358,31 @@ class _Builder:
 
 
 def _in_order(scope: Scope) -> list[ir.Node]:
-    """The nodes of a scope in topological order, which that of the file need not be."""
+    """The nodes of a scope, each just behind what it reads (depth first), so that neighbours are near each other."""
     wanted = set(scope.nodes)
-    return [node for node in scope.graph if node in wanted]
+    found: list[ir.Node] = []
+    seen: set[ir.Node] = set()
+    for last in (node for node in scope.graph if node in wanted):
+        if any(reader in wanted for value in last.outputs for reader in value.consumers()):
+            continue
+        seen.add(last)
+        stack = [(last, _above(last))]
+        while stack:
+            above = stack[-1][1]
+            step = next((n for n in above if n in wanted and n not in seen), None)
+            if step is None:
+                found.append(stack.pop()[0])
+            else:
+                seen.add(step)
+                stack.append((step, _above(step)))
+    return found
+
+
+def _above(node: ir.Node) -> Iterator[ir.Node]:
+    """What produces the operands of a node and what its bodies read from around it."""
+    for value in (*node.inputs, *_captured(node)):
+        if value is not None and (producer := value.producer()) is not None:
+            yield producer
 
 
 def _value(value: ir.Value | None) -> str:

@@ -65,13 +65,14 @@
     button("◀", "Previous difference (p)", () => step(-1));
     button("▶ difference", "Next difference (n)", () => step(1));
     button("Open", "Open folds, one depth more", () => deeper());
-    button("Fold", "Close all folds", () => { open.clear(); draw(); });
+    button("Fold", "Close all folds", () => { open.clear(); draw(); home(); });
     button("−", "Smaller (-)", () => zoom(scale / 1.25));
     button("+", "Larger (+)", () => zoom(scale * 1.25));
     button("Fit", "Fit the width (0)", () => fit());
     if (heated) button("Colour: precision", "Colour by precision or by error", (event) => {
       byHeat = !byHeat;
       event.currentTarget.textContent = byHeat ? "Colour: error" : "Colour: precision";
+      scaleKey.hidden = !byHeat;
       draw();
     });
     const legend = html("div", { class: "legend hintbar" });
@@ -79,6 +80,14 @@
       ["cast", "Cast"], ["island", "fp32 island"], ["added", "+ added"], ["removed", "− removed"]]) {
       legend.append(html("span", { class: `swatch ${kind}` }, text));
     }
+    const scaleKey = html("span", { class: "scale" });
+    scaleKey.hidden = true;
+    scaleKey.append(html("span", {}, "error: least "), ...[0, 0.25, 0.5, 0.75, 1].map((v) => {
+      const patch = html("i");
+      patch.style.background = `hsl(${210 - 200 * v} ${30 + 55 * v}% var(--heat))`;
+      return patch;
+    }), html("span", {}, " most"));
+    legend.append(scaleKey);
     const body = html("div", { class: "graphbody" });
     const pane = html("div", { class: "pane", tabindex: "0", role: "application",
       "aria-label": "Graph. Arrow keys move along edges, Enter opens a fold, n and p go to differences." });
@@ -245,6 +254,10 @@
       pane.scrollTop = y * scale - pane.clientHeight / 2;
     };
     const fit = () => zoom(Math.min(1.4, (pane.clientWidth - 4) / Math.max(1, extent.w)));
+    const home = () => {                // what is on top, in the middle
+      const first = shown.values().next().value;
+      if (first) pane.scrollLeft = (first.x + 20 + first.w / 2) * scale - pane.clientWidth / 2;
+    };
     const center = (item) => {
       const spot = shown.get(item);
       if (!spot) return;
@@ -337,7 +350,9 @@
         room -= cost;
         open.add(item);
       }
+      const before = shown.get(current);
       draw();
+      if (before) center(current); else home();
     };
 
     // Search
@@ -429,7 +444,7 @@
     const wide = extent.w > pane.clientWidth;
     scale = wide ? Math.max(0.35, Math.min(1, (pane.clientWidth - 4) / extent.w)) : 1;
     size();
-    pane.scrollLeft = (extent.w * scale - pane.clientWidth) / 2;
+    home();
     follow();
   }
 

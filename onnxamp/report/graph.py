@@ -128,6 +128,8 @@ def width(box: Box) -> float:
     """Width of a box by its text."""
     if box.kind == "cast":
         return 104.0
+    if box.kind == "port":
+        return min(max(6.4 * (len(box.op) + 1 + len(box.name)) + 20, WIDTH[0]), WIDTH[1])
     badge = 7.0 * (len(box.precision) + len(box.before))
     text = max(8.0 * len(box.op) + badge + 24 + (14 if box.bodies else 0), 6.4 * min(len(box.name), 30)) + 20
     return min(max(text, WIDTH[0]), WIDTH[1])

@@ -54,6 +54,8 @@ def _table(table: Table) -> str:
     body = (
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>{more}'
         if rows
+        else ""
+        if table.note
         else "<p>None.</p>"
     )
     return (

@@ -50,11 +50,15 @@ def view(count: int) -> GraphView:
 
 def ready(browser, path: pathlib.Path, **how) -> None:
     browser.open(path, **how)
+    until(browser, "document.documentElement.dataset.ready")
+
+
+def until(browser, condition: str) -> None:
     for _ in range(3000):
-        if browser.js("document.documentElement.dataset.ready"):
+        if browser.js(condition):
             return
         time.sleep(0.01)
-    raise AssertionError(f"The page is not ready: {browser.errors}")
+    raise AssertionError(f"{condition} does not come true: {browser.errors}")
 
 
 def check(browser, path: pathlib.Path) -> None:
@@ -134,7 +138,7 @@ def test_a_fragment_opens_its_node(browser, small: pathlib.Path) -> None:
     ready(browser, small, at="layer%2F-3%2Fnode")
     assert browser.js("document.querySelector('.current').dataset.id") == "layer/-3/node"
     browser.click("td a")
-    assert browser.js("document.querySelector('.current').dataset.id") == "layer/9/node"
+    until(browser, "document.querySelector('.current').dataset.id == 'layer/9/node'")
     check(browser, small)
 
 
