@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model import io, types
@@ -84,6 +85,8 @@ def replace_head(
     if init not in INITS:
         raise UsageError(f"Unknown init {init!r}: use one of {', '.join(INITS)}.")
     copy = io.load(model)
+    # Some exporters (Paddle's) hold weights in Constant nodes.
+    LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=0)(copy)
     types.infer(copy)
     value = _output(copy.graph, output)
     layer = _last_layer(value)
