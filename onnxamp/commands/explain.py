@@ -29,6 +29,8 @@ def command(what: tuple[str, ...], as_json: bool, **choices: str | None) -> None
     NODE is a name, or the name of one of the node's results. A converted model tells from its metadata; for any other the
     decision is the one that a conversion would make.
     """
+    import pathlib
+
     from onnxamp import console
     from onnxamp.errors import UsageError
 
@@ -36,6 +38,8 @@ def command(what: tuple[str, ...], as_json: bool, **choices: str | None) -> None
     if len(what) == 1:
         if given:
             raise UsageError("--level, --dtype and --target go with MODEL NODE, not with a code.")
+        if pathlib.Path(what[0]).is_file():
+            raise UsageError(f"{what[0]} is a model: add the name of a node.")
         text = _page(what[0])
         if as_json:
             console.print_json({"code": what[0].upper(), "title": title(what[0].upper()), "page": text})

@@ -14,19 +14,22 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 import onnx
-import onnx_ir as ir
 
 from onnxamp.errors import AmpError, DataError, ModelError, RuntimeMissingError, UnsupportedError, UsageError
 from onnxamp.ort.providers import PROVIDERS, provider_list, runtime, short_name
 
 logger = logging.getLogger("onnxamp")
 
-Model = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
+# onnx-ir takes half of the worker's start, which never sees one of its models: imported where it is used.
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Model: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model"
 
 OPTIMIZATION = {
     "none": "ORT_DISABLE_ALL",
@@ -178,6 +181,8 @@ def loadable(model: Model, folder: str) -> str | bytes:
         if not pathlib.Path(model).is_file():
             raise ModelError(f"No such model file: {os.fspath(model)}.")
         return os.path.abspath(model)  # the worker's folder may be another
+    import onnx_ir as ir
+
     if isinstance(model, onnx.ModelProto):
         if model.ByteSize() < _INLINE_LIMIT:
             return bytes(model.SerializeToString())

@@ -150,6 +150,7 @@ def test_explain(run: Run, model: pathlib.Path) -> None:
     assert "near it: soft" in err
     assert run("explain", "low.onnx", "soft", "--level", "O1")[0] == 2
     assert run("explain", "a", "b", "c")[0] == 2
+    assert "add the name of a node" in run("explain", "net.onnx")[2]
 
 
 def test_emulate_and_verify(run: Run, model: pathlib.Path) -> None:

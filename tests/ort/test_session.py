@@ -240,7 +240,6 @@ def test_worker_restarts_after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
         assert answer.crashed
         assert "SIGSEGV" in answer.error
         assert not answer.results
-        assert ours.run(proto(DOUBLE), [{"x": x}], SessionConfig(provider="cpu", optimization="basic")).results
 
 
 def test_only_errors_of_ours(tmp_path: pathlib.Path) -> None:
