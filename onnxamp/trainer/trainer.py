@@ -33,6 +33,7 @@ from onnxamp.trainer.outputs import metric_options
 from onnxamp.trainer.program import Place, Program, Results
 from onnxamp.trainer.update import Update
 from onnxamp.training.bundle import Bundle
+from onnxamp.training.evaluation import evaluation_graph
 
 if TYPE_CHECKING:
     from onnxamp.trainer.fit import History
@@ -180,7 +181,9 @@ class Trainer:
     def evaluate(
         self,
         data: Batch | Iterable[Batch],
+        level: str | None = None,
         *,
+        dtype: str | None = None,
         weights: str = "working",
         metrics: Sequence[Metric] = (),
     ) -> dict[str, float]:
@@ -188,10 +191,17 @@ class Trainer:
 
         Args:
             data: A batch, or an iterable of batches.
-            weights: ``working``, the parameters as training computes with them, or ``ema``, their moving average.
+            level: Evaluate what `export` writes at this level; None evaluates in the precision of training.
+            dtype: The 16-bit type of `level`; that of the training by default.
+            weights: ``working``, the parameters as training computes with them; ``master``, the FP32 ones (in FP32 unless
+                `level` says otherwise); ``ema``, their moving average.
             metrics: Metrics to update and read.
+
+        Raises:
+            DataError: A batch does not fit.
+            UsageError: Unknown level or weights.
         """
-        evaluator = self._evaluator(weights)
+        evaluator = self._evaluator(weights, level, dtype)
         for each in metrics:
             each.reset()
         totals = np.zeros(2)
@@ -235,7 +245,7 @@ class Trainer:
         dtype: str = "fp16",
         *,
         weights: str = "master",
-        target: str = "ort-cuda",
+        target: str | None = None,
         overwrite: bool = False,
     ) -> None:
         """Write the model for inference, with its original names and structure and the trained parameters.
@@ -245,13 +255,13 @@ class Trainer:
             level: ``O0`` keeps the types of the model; other levels convert it.
             dtype: The 16-bit type of other levels.
             weights: ``master`` or ``ema``, their moving average.
-            target: Whose kernels a converted model must have.
+            target: Whose kernels a converted model must have; that of the training by default.
             overwrite: Replace a file that is there.
         """
         io.save(self.inference_model(level, dtype, weights=weights, target=target), path, overwrite=overwrite)
 
     def inference_model(
-        self, level: str = "O0", dtype: str = "fp16", *, weights: str = "master", target: str = "ort-cuda"
+        self, level: str = "O0", dtype: str = "fp16", *, weights: str = "master", target: str | None = None
     ) -> ir.Model:
         """The model that `export` writes."""
         role = {"master": "master", "ema": "ema"}.get(weights)
@@ -261,7 +271,11 @@ class Trainer:
             raise UsageError("This bundle keeps no moving average of the parameters: build it with ema=0.999 or so.")
         tensors = (*self.manifest.tensors_in(role), *self.manifest.tensors_in("statistics"))
         model = inference_model(self.bundle.model, {tensor.name: self._arenas.tensor(tensor.key) for tensor in tensors})
-        return model if level == "O0" else convert(model, level=level, dtype=dtype, target=target).model
+        if level == "O0":
+            return model
+        options = self.manifest.options
+        steering = {name: options[name] for name in ("keep", "keep_op", "lower", "lower_op")}
+        return convert(model, level=level, dtype=dtype, target=target or options["target"], **steering).model
 
     def nonfinite_gradients(self) -> list[str]:
         """Parameters whose gradient in the current or last window is not finite everywhere."""
@@ -346,7 +360,15 @@ class Trainer:
     def _working(self) -> Evaluator:
         return Evaluator(self._executable("eval"), self.manifest.graphs["eval"], self._arenas, self._config)
 
-    def _evaluator(self, weights: str) -> Evaluator:
+    def _evaluator(self, weights: str, level: str | None, dtype: str | None) -> Evaluator:
+        if weights == "master" or level is not None:
+            role = "master" if weights == "working" else weights
+            level, dtype = level or "O0", dtype or self.manifest.dtype
+            model = self.inference_model(weights=role)
+            graph, ports = evaluation_graph(model, self.manifest.options, level, dtype)
+            if level != "O0" and self.provider not in _COMPUTES_LOW:
+                graph = emulate(graph)
+            return Evaluator(graph, ports, self._arenas, self._config)
         if not self._average(weights):
             return self._working
         graph = self._executable("eval")
@@ -354,7 +376,7 @@ class Trainer:
 
     def _average(self, weights: str) -> bool:
         if weights not in ("working", "ema"):
-            raise UsageError(f"Unknown weights {weights!r}: use working or ema.")
+            raise UsageError(f"Unknown weights {weights!r}: use working, master or ema.")
         return weights == "ema"
 
     def _weight_sum(self, batch: Any) -> View:

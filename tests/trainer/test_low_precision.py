@@ -2,12 +2,15 @@
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
 from onnxamp import training
+from onnxamp.ort.session import SessionConfig, open_session
+from onnxamp.passes.emulate import emulate
 from onnxamp.trainer import trainer as trainer_module
 from onnxamp.trainer.trainer import Trainer
 
@@ -140,3 +143,28 @@ def test_a_mixed_run_with_statistics_and_average_resumes_bit_for_bit(net, digits
     assert working == cut.evaluate(probe)
     assert average == cut.evaluate(probe, weights="ema")
     assert average["loss"] != working["loss"]
+
+
+def test_evaluation_at_a_level_is_what_the_exported_model_does(net, digits, tmp_path):
+    (x, labels), (held_x, held_labels) = digits
+    bundle = training.build(net, loss="cross_entropy", optimizer=training.AdamW(lr=5e-3), level="O2", ema=0.9)
+    trainer = Trainer(bundle, "cpu", threads=1)
+    for start in range(0, 500, 50):
+        trainer.micro_step({"x": x[start : start + 50], "labels": labels[start : start + 50]})
+    batch = {"x": held_x, "labels": held_labels}
+    losses = {}
+    for weights in ("master", "ema"):
+        for level, dtype in (("O0", "fp16"), ("O1", "bf16"), ("O2", "fp16")):
+            path = tmp_path / f"{weights}.{level}.onnx"
+            trainer.export(path, level, dtype, weights=weights)
+            exported = ir.load(path)
+            session = open_session(exported if level == "O0" else emulate(exported), SessionConfig("cpu", threads=1))
+            (logits,) = session.run(None, {"x": held_x})
+            expected = nn.functional.cross_entropy(torch.from_numpy(logits), torch.from_numpy(held_labels)).item()
+            got = trainer.evaluate([batch], level, dtype=dtype, weights=weights)["loss"]
+            assert got == pytest.approx(expected, rel=1e-5)
+            losses[weights, level] = got
+            assert [value.name for value in exported.graph.inputs] == ["x"]
+    assert len(set(losses.values())) == len(losses)
+    assert trainer.evaluate(batch, weights="master")["loss"] == losses["master", "O0"]
+    assert trainer.evaluate(batch)["loss"] == pytest.approx(losses["master", "O2"], rel=1e-2)

@@ -1,0 +1,46 @@
+"""Evaluation of a model with fixed parameters, at any level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxamp import conversion
+from onnxamp.policy.options import Options
+from onnxamp.training import choices
+from onnxamp.training.forward import prepare
+from onnxamp.training.gradients import Task, eval_graph
+from onnxamp.training.manifest import GraphPorts
+
+
+def evaluation_graph(
+    model: ir.Model, options: Mapping[str, Any], level: str, dtype: str
+) -> tuple[ir.Model, GraphPorts]:
+    """The outputs of `model`, the sum of losses and the sum of weights; parameters are constants of the graph.
+
+    Args:
+        model: The user's model with the parameters to evaluate.
+        options: The arguments that the bundle was built with (`Manifest.options`): its loss and what steers the precision.
+        level: The level to convert `model` to.
+        dtype: The 16-bit type.
+    """
+    loss = choices.loss(options["loss"])
+    forward = prepare(model, loss, options["output"])
+    mixed = forward.model
+    if level != "O0":
+        names = ("keep", "keep_op", "lower", "lower_op")
+        chosen = {name: tuple(options[name]) for name in names}
+        mixed = conversion.mixed(mixed, Options(level=level, dtype=dtype, target=options["target"], **chosen)).model
+    task = Task(
+        model=mixed,
+        loss=loss,
+        prediction=forward.prediction,
+        outputs=forward.outputs,
+        rows=forward.rows,
+        parameters=(),
+        low=False,
+        trained_norms=frozenset(),
+    )
+    return eval_graph(task)
