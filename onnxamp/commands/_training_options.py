@@ -136,8 +136,12 @@ def build_arguments(options: Mapping[str, Any], steps: int | None = None) -> dic
 
 def _given(kind: str, options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """The choice and those of its arguments that were given, by their Python names."""
-    found = {_RENAMED.get(name, name): options[name] for name in names if options.get(name) not in (None, False)}
+    found = {_RENAMED.get(name, name): options[name] for name in names if _is_given(options.get(name))}
     return {"name": options[kind], **found}
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False  # 0 is a value
 
 
 def _schedule(options: Mapping[str, Any], steps: int | None) -> object:

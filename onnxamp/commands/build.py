@@ -32,8 +32,10 @@ def command(model: str, output: str, like: str | None, force: bool, as_json: boo
     from onnxamp import console
     from onnxamp.commands._training_options import build_arguments
     from onnxamp.training import build
+    from onnxamp.training.bundle import check_target
 
     arguments = build_arguments(options)
+    check_target(output, overwrite=force)
     names = None
     if like is not None:
         from onnxamp.model import io

@@ -57,12 +57,7 @@ class Bundle:
             RuntimeMissingError: The disk is full or the folder may not be written.
         """
         target = pathlib.Path(path)
-        if target.exists():
-            empty = target.is_dir() and not any(target.iterdir())
-            if not empty and not (target / MANIFEST).is_file():
-                raise UsageError(f"{os.fspath(path)!r} exists and is not a bundle; choose another name.")
-            if not empty and not overwrite:
-                raise UsageError(f"{os.fspath(path)!r} exists already; choose another name or allow overwriting.")
+        check_target(target, overwrite=overwrite)
         try:
             target.absolute().parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".bundle-") as scratch:
@@ -122,3 +117,18 @@ class Bundle:
             raise ModelError(f"{os.fspath(folder / STATE)!r} is broken ({problem}): build the bundle again.") from None
         graphs = {name: io.load(folder / graph.file) for name, graph in manifest.graphs.items()}
         return cls(graphs, state, manifest, io.load(folder / MODEL), folder)
+
+
+def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Refuse a folder that `Bundle.save` could not write: anything that is there, but an empty folder or, on request, a bundle.
+
+    Raises:
+        UsageError: The folder may not be replaced.
+    """
+    target = pathlib.Path(path)
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not (target / MANIFEST).is_file():
+        raise UsageError(f"{os.fspath(path)!r} exists and is not a bundle; choose another name.")
+    if not overwrite:
+        raise UsageError(f"{os.fspath(path)!r} exists already; choose another name or allow overwriting.")

@@ -6,8 +6,9 @@ masks that it would have seen.
 
 No shift or exclusive or is used: ONNX Runtime has no CUDA kernels for them. Products and sums of unsigned integers wrap.
 
-1. Row key: the row and the seed, step and node go through four rounds of x ← rot₃₂(x·x + w) on 64 bits (Widynski, "Squares: a
-   fast counter-based RNG", arXiv:2004.06278), once per row. Column key: the same for the column, once per column.
+1. Row key: x ← rot₃₂(x·x + w) on 64 bits (the round of Widynski, "Squares: a fast counter-based RNG", arXiv:2004.06278), four rounds from
+   the row, the seed and the step, once for all nodes, then two from the node. Column key: four rounds from node and column, which a
+   runtime can compute once.
 2. Element: u = row key + column key on 32 bits, v = u·(2u + 1), RC6's quadratic permutation, whose high bits depend on all bits of
    u. The element is dropped if v < p·2³².
 """
@@ -55,13 +56,10 @@ class Masks:
         op = self._op
         number = zlib.crc32(node.encode())
         rank = op.rank(x)
-        base = op.Add(self._base, self._word((number * _NODE_KEY) % (1 << 64)))
         if rank == 0:
-            rows = self._row_keys(base, op.Unsqueeze(self._micro_step(), [0]))
-            value = self._quadratic(op.Squeeze(rows, [0]))
-            return op.Less(value, self._threshold(probability))
-        row = self._row_index(x)
-        keys = self._row_keys(base, row)
+            keys = op.Squeeze(self._row_keys(op.Unsqueeze(self._micro_step(), [0]), number), [0])
+            return op.Less(self._quadratic(keys), self._threshold(probability))
+        keys = self._row_keys(self._row_index(x), number)
         if rank > 1:
             keys = op.Unsqueeze(keys, list(range(1, rank)))
             keys = op.Add(keys, self._column_keys(x, number))
@@ -98,10 +96,11 @@ class Masks:
         size = op.dims(x)[0]
         return op.constant(np.asarray(size)) if isinstance(size, int) else op.Squeeze(op.dim(x, 0), [0])
 
-    def _row_keys(self, base: ir.Value, row: ir.Value) -> ir.Value:
+    def _row_keys(self, row: ir.Value, number: int) -> ir.Value:
         op = self._op
-        counter = op.Mul(op.Add(self._long(row), base), self._word(_KEY))
-        return self._high(self._mixed(counter, base))
+        counter = op.Mul(op.Add(self._long(row), self._base), self._word(_KEY))
+        node = self._word((number * _NODE_KEY + _STEP_KEY) % (1 << 64))
+        return self._high(self._mixed(op.Add(self._mixed(counter, self._base), node), node, rounds=2))
 
     def _column_keys(self, x: ir.Value, number: int) -> ir.Value:
         op = self._op
@@ -119,11 +118,11 @@ class Masks:
         keys = self._high(self._mixed(counter, self._word(word)))
         return op.Reshape(keys, shape)
 
-    def _mixed(self, x: ir.Value, y: ir.Value) -> ir.Value:
-        """Four rounds of squaring, adding and rotating by half a word."""
+    def _mixed(self, x: ir.Value, y: ir.Value, rounds: int = 4) -> ir.Value:
+        """Rounds of squaring, adding and rotating by half a word."""
         op = self._op
         z = op.Add(y, self._word(_KEY))
-        for addend in (y, z, y, z):
+        for addend in (y, z, y, z)[:rounds]:
             x = op.Add(op.Mul(x, x), addend)
             x = op.Add(op.Div(x, self._word(_HALF)), op.Mul(x, self._word(_HALF)))
         return x
