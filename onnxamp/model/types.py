@@ -136,34 +136,39 @@ def _absorb(nodes: list[ir.Node], proto: onnx.GraphProto) -> None:
 
 
 def _set(value: ir.Value, proto: onnx.TypeProto) -> None:
-    if not proto.WhichOneof("value"):
-        return
-    try:
-        kind = ir.serde.deserialize_type_proto_for_type(proto)
-        shape = ir.serde.deserialize_type_proto_for_shape(proto)
-    except (ir.serde.SerdeError, ValueError, NotImplementedError):
-        return  # maps
-    if kind is None or kind.dtype == ir.DataType.UNDEFINED:
-        return
-    value.type = kind
-    if shape is not None:
-        value.shape = _merge(shape, value.shape)
+    """Give a value an inferred type; its declared shape contributes the names of dimensions."""
+    case = proto.WhichOneof("value")
+    if case == "tensor_type":  # most values: without the detours of the general case
+        tensor = proto.tensor_type
+        if not tensor.elem_type:
+            return
+        value.type = ir.TensorType(ir.DataType(tensor.elem_type), denotation=proto.denotation or None)
+        if tensor.HasField("shape"):
+            dims = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in tensor.shape.dim]
+            value.shape = _merge(dims, value.shape)
+    elif case in ("sequence_type", "optional_type"):
+        with contextlib.suppress(ir.serde.SerdeError, ValueError, NotImplementedError):  # maps
+            value.type = ir.serde.deserialize_type_proto_for_type(proto)
 
 
-def _merge(inferred: ir.Shape, declared: ir.Shape | None) -> ir.Shape:
+def _merge(inferred: list[int | str], declared: ir.Shape | None) -> ir.Shape:
     """The inferred shape with the declared names of dimensions; inferred sizes win, anonymous ones stay anonymous."""
-    names: list[int | ir.SymbolicDim | None]
-    names = [None] * len(inferred) if declared is None or len(declared) != len(inferred) else list(declared)
+    names = [None] * len(inferred) if declared is None or len(declared) != len(inferred) else declared.dims
     dims: list[int | ir.SymbolicDim] = []
     for dim, name in zip(inferred, names, strict=True):
-        found: list[int | ir.SymbolicDim] = [size for size in (dim, name) if isinstance(size, int) and size >= 0]
-        found += [other for other in (name, dim) if isinstance(other, ir.SymbolicDim) and not _is_anonymous(other)]
-        dims.append(found[0] if found else ir.SymbolicDim(None))
+        if isinstance(dim, int) and dim >= 0:
+            dims.append(dim)
+        elif (isinstance(name, int) and name >= 0) or (
+            isinstance(name, ir.SymbolicDim) and not _is_anonymous(name.value)
+        ):
+            dims.append(name)
+        else:
+            dims.append(ir.SymbolicDim(None if isinstance(dim, int) or _is_anonymous(dim) else dim))
     return ir.Shape(dims)
 
 
-def _is_anonymous(dim: ir.SymbolicDim) -> bool:
-    return dim.value is None or dim.value.startswith(_ANONYMOUS)
+def _is_anonymous(name: str | None) -> bool:
+    return not name or name.startswith(_ANONYMOUS)
 
 
 # onnx-shape-inference

@@ -123,7 +123,7 @@ def type_graph(model: ir.Model) -> TypeGraph:
 
 def bodies(node: ir.Node) -> Iterator[ir.Graph]:
     """The subgraphs of a node, in the order of its attributes."""
-    for attribute in node.attributes.values():
+    for attribute in node.attributes.values() if node.attributes else ():
         if attribute.type == ir.AttributeType.GRAPH:
             yield attribute.as_graph()
         elif attribute.type == ir.AttributeType.GRAPHS:
@@ -157,6 +157,8 @@ def is_float(value: ir.Value | None) -> bool:
 def _holds_floats(value: ir.Value | None) -> bool:
     """Whether the value is a sequence or optional of such tensors."""
     kind = value.type if value is not None else None
+    if isinstance(kind, ir.TensorType):
+        return False
     wrapped = isinstance(kind, ir.SequenceType | ir.OptionalType)
     while isinstance(kind, ir.SequenceType | ir.OptionalType):
         kind = kind.elem_type
