@@ -31,7 +31,7 @@ def evaluation_graph(
     mixed = forward.model
     if level != "O0":
         names = ("keep", "keep_op", "lower", "lower_op")
-        chosen = {name: tuple(options[name]) for name in names}
+        chosen: dict[str, Any] = {name: tuple(options[name]) for name in names}
         mixed = conversion.mixed(mixed, Options(level=level, dtype=dtype, target=options["target"], **chosen)).model
     task = Task(
         model=mixed,
