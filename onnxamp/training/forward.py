@@ -49,6 +49,7 @@ def prepare(source: ir.Model, loss: Loss | ModelOutput, output: str | None = Non
     opset = model.opset_imports.get("", 0)
     if opset < 13:
         raise UnsupportedError(f"Training needs opset 13 or later and the model has {opset}: export it again.")
+    _name_free_sizes(model)
     types.infer(model)
     inline_float_functions(model)
     LiftConstantsToInitializersPass(lift_all_constants=False)(model)
@@ -67,6 +68,30 @@ def prepare(source: ir.Model, loss: Loss | ModelOutput, output: str | None = Non
     if not prediction.is_graph_output():
         model.graph.outputs.append(prediction)
     return Forward(model, str(prediction.name), outputs, _rows(model.graph), tuple(notes))
+
+
+def _name_free_sizes(model: ir.Model) -> None:
+    """Give sizes that an exporter left open without a name (-1, ``?``) one each: two of them need not be equal.
+
+    A first dimension is the batch, which all inputs share. Shapes of other values that say so are inferred again.
+    """
+
+    def unnamed(dim: int | ir.SymbolicDim) -> bool:
+        return dim < 0 if isinstance(dim, int) else dim.value in (None, "", "?", "-1", "None")
+
+    graph = model.graph
+    known = {dim.value for value in graph.inputs if value.shape for dim in value.shape if isinstance(dim, ir.SymbolicDim)}
+    batch = "batch" if "batch" not in known else "batch_size"
+    for value in graph.inputs:
+        if value.shape is not None:
+            sizes = [
+                (batch if axis == 0 else f"{value.name}_{axis}") if unnamed(dim) else dim
+                for axis, dim in enumerate(value.shape)
+            ]
+            value.shape = ir.Shape(sizes)
+    for value in (*graph.outputs, *(value for node in graph for value in node.outputs)):
+        if value.shape is not None and any(unnamed(dim) for dim in value.shape):
+            value.shape = None
 
 
 def _fix_initializers(graph: ir.Graph) -> None:
