@@ -44,12 +44,12 @@ class Choices:
     Attributes:
         units: The units that are open, primary first.
         blocked: Why each of the other units keeps its type.
-        allowed: The sets of open units that may be 16-bit together; the empty set is always among them.
+        allowed: The sets of open units that may be 16-bit together, the empty set among them; None if any may, as in control flow.
     """
 
     units: tuple[Unit, ...]
     blocked: dict[Unit, Decision]
-    allowed: frozenset[frozenset[Unit]]
+    allowed: frozenset[frozenset[Unit]] | None
 
 
 def interface_decision(unit: Unit, dtype: str) -> Decision:
@@ -74,17 +74,21 @@ def choices(node: ir.Node, graph: TypeGraph, low: FloatType, target: TargetTable
             blocked[unit] = decision
         else:
             open_units.append(unit)
-    allowed = {frozenset[Unit]()}
-    if open_units and signed is not None:
-        for count in range(1, len(open_units) + 1):
+    allowed: set[frozenset[Unit]] | None = None
+    if signed is not None and node.op_type in CONTROL_FLOW:  # each output and state has a type of its own
+        reachable = {u for u in open_units if target.supports(node, signed, {"V": low.ir})}
+    else:
+        allowed = {frozenset[Unit]()}
+        for count in range(1, len(open_units) + 1 if signed is not None else 1):
             for subset in itertools.combinations(open_units, count):
-                if _supported(node, signed, open_units, frozenset(subset), low, target):
+                types = {unit.variable: low.ir if unit in subset else ir.DataType.FLOAT for unit in open_units}
+                if signed is not None and target.supports(node, signed, types):
                     allowed.add(frozenset(subset))
-        reachable = frozenset[Unit]().union(*allowed)
-        for unit in [u for u in open_units if u not in reachable]:
-            open_units.remove(unit)
-            blocked[unit] = _no_kernel(node, low, target)
-    return Choices(tuple(open_units), blocked, frozenset(allowed))
+        reachable = set().union(*allowed)
+    for unit in [u for u in open_units if u not in reachable]:
+        open_units.remove(unit)
+        blocked[unit] = _no_kernel(node, low, target)
+    return Choices(tuple(open_units), blocked, frozenset(allowed) if allowed is not None else None)
 
 
 def _blocked(node: ir.Node, unit: Unit, signed: Signature | None, low: FloatType) -> Decision | None:
@@ -109,20 +113,6 @@ def _blocked(node: ir.Node, unit: Unit, signed: Signature | None, low: FloatType
             return Decision("fp32", codes.OPSET, {**evidence, "opset": opset})
         return Decision("fp32", codes.SCHEMA, evidence)
     return None
-
-
-def _supported(
-    node: ir.Node,
-    signed: Signature,
-    open_units: list[Unit],
-    chosen: frozenset[Unit],
-    low: FloatType,
-    target: TargetTable,
-) -> bool:
-    if node.op_type in CONTROL_FLOW:  # each output and state has a type of its own
-        return all(target.supports(node, signed, {schema_variable(node, unit): low.ir}) for unit in chosen)
-    types = {unit.variable: low.ir if unit in chosen else ir.DataType.FLOAT for unit in open_units}
-    return target.supports(node, signed, types)
 
 
 def _no_kernel(node: ir.Node, low: FloatType, target: TargetTable) -> Decision:

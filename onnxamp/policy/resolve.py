@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import onnx_ir as ir
 
 from onnxamp.model.units import TypeGraph, Unit
@@ -20,14 +22,12 @@ def resolve(
     """
     tied: dict[Unit, Unit] = {}
     for node, legal in choices.items():
-        units = legal.units
-        if len(units) > 1:
+        if len(legal.units) > 1 and legal.allowed is not None:
             evidence: dict[str, object] = {"operator": operator_name(node), "target": target}
-            _settle(
-                legal, decisions, Decision("fp32", codes.NO_MIXED_KERNEL, evidence), Decision(low, codes.TIED, evidence)
-            )
-            free = [unit for unit in units if unit not in decisions]
-            if len(free) > 1 and len(_projections(legal, decisions, free)) < 1 << len(free):
+            mixture = _Mixture(legal.units, legal.allowed, decisions)
+            mixture.settle(Decision("fp32", codes.NO_MIXED_KERNEL, evidence), Decision(low, codes.TIED, evidence))
+            free = mixture.free()
+            if len(free) > 1 and len(mixture.together(free)) < 1 << len(free):
                 tied.update((unit, free[0]) for unit in free[1:])
     of: dict[Unit, int] = {}
     members: list[list[Unit]] = []
@@ -42,28 +42,42 @@ def resolve(
     return Groups(of, members, {of[unit]: decision.precision != "fp32" for unit, decision in decisions.items()})
 
 
-def _projections(legal: Choices, decisions: dict[Unit, Decision], free: list[Unit]) -> set[frozenset[Unit]]:
-    """What the free units may be together, given the decided ones."""
-    low = {unit for unit in legal.units if unit in decisions and decisions[unit].precision != "fp32"}
-    decided = {unit for unit in legal.units if unit in decisions}
-    return {subset & frozenset(free) for subset in legal.allowed if subset & decided == low}
+@dataclasses.dataclass(frozen=True)
+class _Mixture:
+    """The open units of one node, the sets of them that may be 16-bit together, and the decisions so far."""
 
+    units: tuple[Unit, ...]
+    allowed: frozenset[frozenset[Unit]]
+    decisions: dict[Unit, Decision]
 
-def _settle(legal: Choices, decisions: dict[Unit, Decision], fp32: Decision, low: Decision) -> None:
-    """Decide units until the free ones are independent or all alike."""
-    decided_low = {unit for unit in legal.units if unit in decisions and decisions[unit].precision != "fp32"}
-    decided_fp32 = {unit for unit in legal.units if unit in decisions} - decided_low
-    if not any(decided_low <= subset and not subset & decided_fp32 for subset in legal.allowed):
-        candidates = [subset for subset in legal.allowed if not subset & decided_fp32]
-        best = max(candidates, key=lambda subset: (len(subset & decided_low), len(subset)))
-        decisions.update(dict.fromkeys(decided_low - best, fp32))
-    while free := [unit for unit in legal.units if unit not in decisions]:
-        together = _projections(legal, decisions, free)
-        largest = max(together, key=lambda subset: (len(subset), [unit in subset for unit in free]))
-        if len(together) == 1 << len(free) or together >= {frozenset(), frozenset(free)}:
-            return
-        if never := [unit for unit in free if unit not in largest]:
-            decisions.update(dict.fromkeys(never, fp32))
-        else:
-            smallest = min(together, key=lambda subset: (len(subset), [unit not in subset for unit in free]))
-            decisions.update(dict.fromkeys(smallest, low))
+    def free(self) -> list[Unit]:
+        """The undecided units."""
+        return [unit for unit in self.units if unit not in self.decisions]
+
+    def low(self) -> set[Unit]:
+        """The units decided to be 16-bit."""
+        return {unit for unit in self.units if unit in self.decisions and self.decisions[unit].precision != "fp32"}
+
+    def together(self, free: list[Unit]) -> set[frozenset[Unit]]:
+        """What the free units may be together, given the decided ones."""
+        decided, low = set(self.units) - set(free), self.low()
+        return {subset & frozenset(free) for subset in self.allowed if subset & decided == low}
+
+    def settle(self, fp32: Decision, low: Decision) -> None:
+        """Decide units until the free ones are independent or may be all alike."""
+        decided_low = self.low()
+        decided_fp32 = set(self.units) - set(self.free()) - decided_low
+        candidates = [subset for subset in self.allowed if not subset & decided_fp32]
+        if not any(decided_low <= subset for subset in candidates):
+            best = max(candidates, key=lambda subset: (len(subset & decided_low), len(subset)))
+            self.decisions.update(dict.fromkeys(decided_low - best, fp32))
+        while free := self.free():
+            together = self.together(free)
+            if len(together) == 1 << len(free) or together >= {frozenset(), frozenset(free)}:
+                return
+            largest = max(together, key=lambda subset: (len(subset), [unit in subset for unit in free]))
+            if never := [unit for unit in free if unit not in largest]:
+                self.decisions.update(dict.fromkeys(never, fp32))
+            else:
+                smallest = min(together, key=lambda subset: (len(subset), [unit not in subset for unit in free]))
+                self.decisions.update(dict.fromkeys(smallest, low))

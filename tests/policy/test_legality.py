@@ -125,6 +125,23 @@ def test_control_flow_is_one_label(plan_of):
     assert {decision.precision for node, decision in low.nodes.items() if node.op_type == "If"} == {"fp32"}
 
 
+def test_many_states_of_a_loop(plan_of):
+    """Each state has a label of its own; sets of 24 states would be too many to list."""
+    count = 24
+    names = [f"v{i}" for i in range(count)]
+    states = ", ".join(f"float[4,4] {n}_in" for n in names)
+    outs = ", ".join(f"float[4,4] {n}_out" for n in names)
+    steps = " ".join(f"{n}_out = {'Softmax' if i % 2 else 'Relu'}({n}_in)" for i, n in enumerate(names))
+    text = f"""g (float[4,4] x, int64 n, bool c) => (float[4,4] y) <float[4,4] w = {{1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}}>
+    {{ h = MatMul(x, w) {", ".join(names)} = Loop (n, c, {", ".join("h" for _ in names)})
+      <body = b (int64 i, bool k, {states}) => (bool k_out, {outs}) {{ k_out = Identity(k) {steps} }}>
+      s = Sum({", ".join(names)}) y = MatMul(s, w) }}"""
+    plan = plan_of(text)
+    (operands,) = [d.operands for node, d in plan.nodes.items() if node.op_type == "Loop"]
+    assert len(operands) == count
+    assert operands["state[0]"] == "fp16"
+
+
 def test_source_types_stay(plan_of):
     text = "g (float16[4,4] x) => (float[4,4] y) { a = Relu(x) c = Cast<to=1>(a) y = Softmax(c) }"
     for level in ("O1", "O2", "O3"):
