@@ -1,0 +1,189 @@
+"""Types and shapes: every operator's, from whichever source knows them, and never from a stale declaration."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnxamp.model import io, types
+from onnxamp.model.units import all_nodes, type_graph
+
+FLOAT, INT64 = ir.TensorType(ir.DataType.FLOAT), ir.TensorType(ir.DataType.INT64)
+
+
+def inferred(text: str, *, domains: tuple[str, ...] = (), weights: dict[str, np.ndarray] | None = None) -> ir.Model:
+    graph = onnx.parser.parse_graph(text)
+    graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in (weights or {}).items())
+    opsets = [helper.make_opsetid("", 19), *(helper.make_opsetid(domain, 1) for domain in domains)]
+    model = io.load(helper.make_model(graph, ir_version=10, opset_imports=opsets))
+    types.infer(model)
+    return model
+
+
+def found(model: ir.Model) -> dict[str, tuple[ir.TypeProtocol | None, list[int | str | None] | None]]:
+    """Type and shape by name."""
+    values = [value for node in all_nodes(model.graph) for value in node.outputs]
+    return {
+        value.name or "": (
+            value.type,
+            None if value.shape is None else [dim if isinstance(dim, int) else dim.value for dim in value.shape],
+        )
+        for value in values
+    }
+
+
+def test_names_of_dimensions_go_through() -> None:
+    got = found(
+        inferred("g (float[n,4] x) => (float[n,8] y) { a = Relu(x)  b = Concat <axis = 1> (a, a)  y = Neg(b) }")
+    )
+    assert got == {"a": (FLOAT, ["n", 4]), "b": (FLOAT, ["n", 8]), "y": (FLOAT, ["n", 8])}
+
+
+def test_unknown_dimensions_stay_apart() -> None:
+    got = found(
+        inferred(
+            "g (bool[n] c, bool[n] d, float[n] x) => (float[p] y, float[q] z) { y = Compress(x, c)  z = Compress(x, d) }"
+        )
+    )
+    assert got["y"][1] == ["p"]
+    assert got["z"][1] == ["q"]
+    model = inferred(
+        "g (bool[n] c, bool[n] d, float[n] x) => (float y) { a = Compress(x, c)  b = Compress(x, d)  y = Concat <axis = 0> (a, b) }"
+    )
+    a, b = (value.shape for node in list(model.graph)[:2] for value in node.outputs)
+    assert a is not None
+    assert b is not None
+    assert a[0] != b[0]
+
+
+def test_sequences_keep_their_type() -> None:
+    got = found(
+        inferred(
+            "g (float[4,2] x) => (float[2,2] y) { s = SplitToSequence(x, n)  y = SequenceAt(s, i) }",
+            weights={"n": np.array(2), "i": np.array(0)},
+        )
+    )
+    assert got["s"][0] == ir.SequenceType(FLOAT)
+    assert got["y"][0] == FLOAT
+
+
+def test_contrib_operators_keep_types_flowing() -> None:
+    text = """g (float[2,4] x) => (float[2,4] y, float[2,4] z) {
+        a = com.microsoft.FusedMatMul <alpha = 2.0> (x, w)  b = com.microsoft.BiasGelu(a, v)  c = com.microsoft.QuickGelu(b)
+        y = Relu(c)  q, s, p = DynamicQuantizeLinear(y)  z = com.microsoft.DequantizeLinear(q, s, p) }"""
+    weights = {"w": np.ones((4, 4), np.float32), "v": np.ones(4, np.float32)}
+    model = inferred(text, domains=("com.microsoft",), weights=weights)
+    kinds = {name: kind for name, (kind, _) in found(model).items()}
+    assert {kinds[name] for name in "abcyz"} == {FLOAT}
+    assert kinds["q"] == ir.TensorType(ir.DataType.UINT8)
+
+
+def test_behind_a_custom_operator_only_declarations_count() -> None:
+    text = "g (float[2] x) => (float[2] y) <{}> {{ a = my.Op(x)  b = Relu(a)  y = my.Op(b) }}"
+    untyped = inferred(text.format(""), domains=("my",))
+    assert found(untyped)["a"] == (None, None)
+    assert found(untyped)["b"][0] is None
+    units = type_graph(untyped).units
+    assert {unit.fixed for unit in units if unit.node is not None} <= {"unknown operator", "untyped"}
+    declared = inferred(text.format("float[2] a"), domains=("my",))
+    assert found(declared)["b"] == (FLOAT, [2])
+
+
+def test_stale_declarations_are_corrected() -> None:
+    model = inferred(
+        "g (float[2,3] x) => (float[3,2] y) <float16[7] a, int64[2,3] b> { a = Transpose(x)  b = Relu(a)  y = Neg(b) }"
+    )
+    assert found(model) == {name: (FLOAT, [3, 2]) for name in "aby"}
+
+
+def test_declared_outputs_keep_their_type() -> None:
+    model = inferred("g (float[2] x) => (float[2] y) { a = my.Op(x)  y = Relu(a) }", domains=("my",))
+    assert model.graph.outputs[0].type == FLOAT
+
+
+def test_bodies() -> None:
+    text = """g (int64 n, float[k] x) => (float[k] y, float[m, k] s) {
+        c = Constant <value = bool {1}> ()
+        y, s = Loop (n, c, x) <body = b (int64 i, bool ci, st) => (bool co, so, out) {
+            co = Identity(ci)  so = Relu(st)  out = Sigmoid(x) }> }"""
+    graph = onnx.parser.parse_graph(
+        text.replace(", st)", ", float st)").replace("co, so, out)", "co, float so, float out)")
+    )
+    body = graph.node[1].attribute[0].g
+    for value in (body.input[2], *body.output[1:]):
+        value.ClearField("type")
+    model = io.load(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 19)]))
+    types.infer(model)
+    assert {name: kind for name, (kind, _) in found(model).items() if name in ("so", "out", "y", "s")} == dict.fromkeys(
+        ("so", "out", "y", "s"), FLOAT
+    )
+    (loop,) = (node for node in model.graph if node.op_type == "Loop")
+    assert loop.attributes["body"].as_graph().inputs[2].type == FLOAT
+
+
+def test_large_weights_are_not_serialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    original = onnx.shape_inference.infer_shapes
+
+    def spy(proto: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
+        sizes.append(proto.ByteSize())
+        return original(proto, **options)
+
+    monkeypatch.setattr(onnx.shape_inference, "infer_shapes", spy)
+    big = np.ones((4, 1000, 250), np.float32)
+    graph = onnx.parser.parse_graph(
+        "g (float[2,4,10,1000] x) => (float[2,4,10,250] y) { a = MatMul(x, w)  y = Add(a, c) }"
+    )
+    graph.node.insert(0, helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(big[:, :10])))
+    graph.initializer.append(numpy_helper.from_array(big, "w"))
+    model = io.load(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 19)]))
+    types.infer(model)
+    assert found(model)["a"] == (FLOAT, [2, 4, 10, 250])
+    assert sizes
+    assert max(sizes) < 1000
+
+
+def test_inference_leaves_no_trace_in_the_source() -> None:
+    text = (
+        "g (float[n,4] x) => (float[m] y) { s = Shape(x)  i = Constant <value = int64[1] {-1}> ()  y = Reshape(x, i) }"
+    )
+    graph = onnx.parser.parse_graph(text)
+    source = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 19)])
+    before = source.SerializeToString(deterministic=True)
+    model = io.load(source)
+    types.infer(model)
+    assert source.SerializeToString(deterministic=True) == before
+    assert not any(value.metadata_props for node in model.graph for value in node.outputs)
+
+
+@pytest.mark.parametrize("opset", [1, 5, 7, 9, 11, 13, 17, 23])
+def test_shapes_of_old_opsets(opset: int) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+        helper.make_node("MaxPool", ["a"], ["b"], kernel_shape=[2, 2], strides=[2, 2]),
+        helper.make_node("Flatten", ["b"], ["c"]),
+        helper.make_node("MatMul", ["c", "m"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 2, 4, 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [
+            numpy_helper.from_array(np.ones((3, 2, 3, 3), np.float32), "w"),
+            numpy_helper.from_array(np.ones((12, 5), np.float32), "m"),
+        ],
+    )
+    if opset < 9:
+        graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in graph.initializer)
+    model = io.load(
+        helper.make_model(graph, ir_version=3 if opset < 9 else 10, opset_imports=[helper.make_opsetid("", opset)])
+    )
+    types.infer(model)
+    assert {name: shape for name, (_, shape) in found(model).items()} == {
+        "a": [1, 3, 4, 4],
+        "b": [1, 3, 2, 2],
+        "c": [1, 12],
+        "y": [1, 5],
+    }
