@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import ml_dtypes
 import numpy as np
 import onnx
@@ -9,6 +11,7 @@ import onnx_ir as ir
 import pytest
 from onnx import parser
 
+from onnxamp.conversion import convert
 from onnxamp.dtypes import LOW
 from onnxamp.errors import UnsupportedError
 from onnxamp.ort.session import OPTIMIZATION, SessionConfig, open_session, run
@@ -293,3 +296,21 @@ def test_shapes_stay_as_declared() -> None:
     shapes = {value.name: value.shape for node in emulated(source).graph for value in node.outputs}
     assert shapes["a"] == shapes["a/exact"] == ir.Shape(["N", 4])
     assert shapes["b"] is None
+
+
+MODELS = pathlib.Path(__file__).parents[2] / "models"
+
+
+@pytest.mark.parametrize("optimization", OPTIMIZATION)
+@pytest.mark.parametrize("name", ["cnn", "gpt", "loop", "lstm"])
+def test_the_runtime_keeps_every_rounding_of_real_models(name: str, optimization: str, tmp_path: pathlib.Path) -> None:
+    """As many Casts to 16 bits in the graph that the runtime really executes as in the emulation."""
+    twin = emulate(convert(MODELS / f"{name}.onnx", target="any").model)
+    config = SessionConfig(provider="cpu", optimization=optimization, optimized_path=tmp_path / "optimized.onnx")
+    open_session(twin, config)
+
+    def roundings(graph: ir.Model) -> int:
+        return sum(node.op_type == "Cast" and node.attributes["to"].value in LOW for node in graph.graph.all_nodes())
+
+    assert roundings(twin) >= 4
+    assert roundings(ir.load(tmp_path / "optimized.onnx")) == roundings(twin)
