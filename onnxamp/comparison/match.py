@@ -1,8 +1,9 @@
 """Pairs the nodes and values of two models.
 
 1. Interfaces pair by name, then by position; constants by recorded origin and by name; functions by identifier.
-2. Nodes with the same operator that share a node name or a result's name are candidates. Those whose operands and
-   results go by common names for at least half are paired, the best agreement first.
+2. Nodes with the same operator are candidates that share a node name or a result's name, or a unique hash of all that
+   is above or below them (`structure`). They are paired, what most speaks for first, if a hash is equal or at least half
+   of the operands and results go by common names.
 3. Structure spreads from what is paired: a value's readers (looked at through float Casts) pair if operator and operand
    make them unique, or their other operands do; so do the producers of paired nodes' operands.
 4. Candidates that agree less pair if they are still free, then what only order tells apart (equal branches of unnamed
@@ -16,13 +17,13 @@ times, so the whole is near-linear. No step prefers one of the two models: excha
 from __future__ import annotations
 
 import collections
-import hashlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import onnx_ir as ir
 
-from onnxamp.comparison.side import Scope, Side, bodies, operator
+from onnxamp.comparison import structure
+from onnxamp.comparison.side import Scope, Side, attributes_key, bodies, operator
 
 Reader = tuple[ir.Node, int]
 
@@ -44,6 +45,8 @@ class Match:
         self._ends: collections.deque[tuple[Scope, Scope]] = collections.deque()
         self._new_scopes: collections.deque[tuple[Scope, Scope]] = collections.deque()
 
+        labels = [{label for value in side.constants for label in side.labels(value)} for side in (a, b)]
+        self._constants = labels[0] & labels[1]
         for key in dict.fromkeys([*a.model.functions, *b.model.functions]):
             one, other = a.model.functions.get(key), b.model.functions.get(key)
             if one is not None and other is not None:
@@ -100,35 +103,65 @@ class Match:
     # Names
 
     def _candidates(self, one: Scope, other: Scope) -> None:
-        names = _unique(((operator(n), n.name), n) for n in other.nodes if n.name)
-        ours = _unique(((operator(n), n.name), n) for n in one.nodes if n.name)
+        """Pair by names and by equal structure, what most speaks for first."""
+        common = self._common(one, other)
+        ours, theirs = structure.hashes(self.a, one, common), structure.hashes(self.b, other, common)
+        found: dict[tuple[ir.Node, ir.Node], float] = {}
+        for mine, counterpart in zip(ours, theirs, strict=True):
+            for node, candidate in structure.equal(mine, counterpart).items():
+                found[node, candidate] = found.get((node, candidate), 0.0) + 1.0
+        equal = set(found)
+        for node, candidate, weight in self._namesakes(one, other):
+            found[node, candidate] = found.get((node, candidate), 0.0) + weight
+        scored = [
+            (-evidence, -self._agreement(*pair), abs(self.a.index[pair[0]] - self.b.index[pair[1]]), pair)
+            for pair, evidence in found.items()
+        ]
+        scored.sort(key=lambda item: item[:3])
+        for _, agreement, _, pair in scored:
+            if pair in equal or agreement <= -0.5:
+                self._pair(*pair)
+            else:
+                self._weak.append(pair)
+
+    def _common(self, one: Scope, other: Scope) -> set[str]:
+        """Names of constants, inputs and outputs that both scopes know."""
+        names = []
+        for side, scope in ((self.a, one), (self.b, other)):
+            values = [*scope.graph.inputs, *scope.graph.outputs]
+            names.append({label for value in values for label in side.labels(value)})
+        shared = names[0] & names[1]
+        return self._constants | shared if shared else self._constants
+
+    def _namesakes(self, one: Scope, other: Scope) -> Iterator[tuple[ir.Node, ir.Node, float]]:
+        """Nodes of one operator with a common name or a result of a common name, and how much that says.
+
+        A name that ends in a digit says less than structure does: exporters number names, and one more node shifts them.
+        """
+        names = [
+            _unique(((operator(n), n.name), n) for n in scope.nodes if n.name and not side.is_cast(n))
+            for side, scope in ((self.a, one), (self.b, other))
+        ]
+        for key, node in names[0].items():
+            if key in names[1]:
+                yield node, names[1][key], _weight(node.name or "")
         results: dict[Hashable, ir.Node] = {}
         for node in other.nodes:
             if not self.b.is_cast(node):
                 for value in node.outputs:
                     for label in self.b.labels(value):
                         results.setdefault((operator(node), label), node)
-        scored: list[tuple[float, int, ir.Node, ir.Node]] = []
         for node in one.nodes:
-            if node in self.nodes or self.a.is_cast(node):
-                continue
-            op = operator(node)
-            found: dict[ir.Node, None] = {}
-            if ours.get((op, node.name)) is node and (op, node.name) in names:
-                found[names[op, node.name]] = None
-            for value in node.outputs:
-                for label in self.a.labels(value):
-                    if (op, label) in results:
-                        found[results[op, label]] = None
-            for candidate in found:
-                distance = abs(self.a.index[node] - self.b.index[candidate])
-                scored.append((-self._agreement(node, candidate), distance, node, candidate))
-        scored.sort(key=lambda item: item[:2])
-        for score, _, node, candidate in scored:
-            if score <= -0.5:
-                self._pair(node, candidate)
-            else:
-                self._weak.append((node, candidate))
+            if not self.a.is_cast(node):
+                labels = {
+                    label: results.get((operator(node), label)) for v in node.outputs for label in self.a.labels(v)
+                }
+                best: dict[ir.Node, float] = {}
+                for label, candidate in labels.items():
+                    if candidate is not None:
+                        best[candidate] = max(best.get(candidate, 0.0), _weight(label))
+                for candidate, weight in best.items():
+                    yield node, candidate, weight
 
     def _agreement(self, node: ir.Node, candidate: ir.Node) -> float:
         """Share of operands, results and the node's name that agree by name or by a pair already made."""
@@ -245,19 +278,23 @@ class Match:
             else:
                 producer = root.producer()
                 operands.append(operator(producer) if producer is not None else "")
-        return (tuple(operands), len(node.outputs), _attributes(node))
+        return (tuple(operands), len(node.outputs), attributes_key(node))
 
     def _plausible(self, node: ir.Node, candidate: ir.Node) -> bool:
-        """Whether less than half of the operands are known to be others."""
-        total = wrong = 0
+        """Whether at most half of the operands are known to be others.
+
+        An operand that is paired while its counterpart is not counts half: a node may have been inserted above it.
+        """
+        total = wrong = 0.0
         for ours, theirs in _slots(node, candidate):
             total += 1
             if ours is None or theirs is None:
                 wrong += ours is not theirs
                 continue
             mine, other = self.a.root(ours), self.b.root(theirs)
-            if mine in self.values or other in self.values_back:
-                wrong += self.values.get(mine) is not other
+            known = (mine in self.values) + (other in self.values_back)
+            if known and self.values.get(mine) is not other:
+                wrong += known / 2
         return 2 * wrong <= total
 
     def _climb(self, node: ir.Node, counterpart: ir.Node) -> None:
@@ -329,6 +366,10 @@ class Match:
                 self.nodes[node], self.nodes_back[counterpart] = counterpart, node
 
 
+def _weight(name: str) -> float:
+    return 0.4 if name[-1:].isdigit() else 0.9
+
+
 def _cast_names(node: ir.Node) -> Hashable:
     return (*_cast_types(node), node.name, node.outputs[0].name)
 
@@ -386,23 +427,3 @@ def _fingerprint(tensor: ir.TensorProtocol) -> Hashable:
         return shape
     values = tensor.numpy().astype("float64").ravel()
     return (shape, tuple(float(f"{v:.2g}") for v in values))
-
-
-def _attributes(node: ir.Node) -> Hashable:
-    """A digest of the attributes that are no types, tensors or bodies."""
-    simple = sorted(
-        (name, str(attribute.value))
-        for name, attribute in node.attributes.items()
-        if not attribute.is_ref()
-        and name not in ("to", "dtype", "output_dtype", "output_datatype")
-        and attribute.type
-        in (
-            ir.AttributeType.INT,
-            ir.AttributeType.INTS,
-            ir.AttributeType.FLOAT,
-            ir.AttributeType.FLOATS,
-            ir.AttributeType.STRING,
-            ir.AttributeType.STRINGS,
-        )
-    )
-    return hashlib.blake2b(repr(simple).encode(), digest_size=8).digest()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -222,3 +223,23 @@ class Side:
 def node_name(node: ir.Node) -> str:
     """A node's name, or its first named output's."""
     return node.name or next((v.name for v in node.outputs if v.name), None) or node.op_type
+
+
+def attributes_key(node: ir.Node) -> Hashable:
+    """A digest of the attributes that are no types, tensors or bodies."""
+    simple = sorted(
+        (name, str(attribute.value))
+        for name, attribute in node.attributes.items()
+        if not attribute.is_ref()
+        and name not in ("to", "dtype", "output_dtype", "output_datatype")
+        and attribute.type
+        in (
+            ir.AttributeType.INT,
+            ir.AttributeType.INTS,
+            ir.AttributeType.FLOAT,
+            ir.AttributeType.FLOATS,
+            ir.AttributeType.STRING,
+            ir.AttributeType.STRINGS,
+        )
+    )
+    return hashlib.blake2b(repr(simple).encode(), digest_size=8).digest()

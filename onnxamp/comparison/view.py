@@ -1,27 +1,20 @@
-"""The page of a diff: one graph that holds both models, and the tables."""
+"""The page of a diff: key figures, the graph that holds both models, the tables."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import onnx_ir as ir
-
 from onnxamp import report
-from onnxamp.comparison import attributes, text
-from onnxamp.comparison.casts import describe, shape_text
-from onnxamp.comparison.compare import Comparison, Source, decision
+from onnxamp.comparison import text
+from onnxamp.comparison.boxes import Builder
+from onnxamp.comparison.compare import Comparison, Source
 from onnxamp.comparison.records import GraphDiff, NodeRef
 from onnxamp.comparison.rules import rule
-from onnxamp.comparison.side import Scope, Side, bodies, type_name
-from onnxamp.model.units import SHAPE_ONLY
-from onnxamp.report import Box, Cell, Graph, Link
+from onnxamp.report import Cell, Link
 
 if TYPE_CHECKING:
     from onnxamp.conversion import ConvertResult
-
-Fact = tuple[str, list[tuple[str, str, str]]]
 
 
 def diff_page(a: Source, b: Source) -> str:
@@ -41,7 +34,7 @@ def conversion_page(source: Source, result: ConvertResult) -> str:
 
 def page_of(comparison: Comparison, result: GraphDiff) -> str:
     """The page of a comparison that was already made."""
-    builder = _Builder(comparison, result)
+    builder = Builder(comparison, result)
     graph = builder.graph(comparison.a.at(comparison.a.model.graph), comparison.b.at(comparison.b.model.graph))
     functions = builder.functions()
     codes = dict.fromkeys(box_code for box_code in builder.codes)
@@ -82,7 +75,7 @@ def _figures(result: GraphDiff) -> list[tuple[str, str, str]]:
     ]
 
 
-def _tables(builder: _Builder, result: GraphDiff) -> list[report.Section]:
+def _tables(builder: Builder, result: GraphDiff) -> list[report.Section]:
     def link(ref: NodeRef, added: bool) -> Link | str:
         target = builder.ids.get((added, ref.scope, ref.index))
         return Link(str(ref), target) if target else str(ref)
@@ -106,11 +99,11 @@ def _tables(builder: _Builder, result: GraphDiff) -> list[report.Section]:
     return found
 
 
-def _target(builder: _Builder, ref: NodeRef, change: str) -> str | None:
+def _target(builder: Builder, ref: NodeRef, change: str) -> str | None:
     return builder.ids.get((change == "added", ref.scope, ref.index))
 
 
-def _numbers(builder: _Builder, result: GraphDiff) -> report.Table:
+def _numbers(builder: Builder, result: GraphDiff) -> report.Table:
     part = next(part for part in text.parts(result) if part.title.startswith("Numbers"))
     values = {v.name: v for v in result.numbers.values} if result.numbers else {}
     rows: list[list[Cell | Link]] = []
@@ -120,295 +113,3 @@ def _numbers(builder: _Builder, result: GraphDiff) -> report.Table:
         where: Cell | Link = Link(row[1], target) if target else row[1]
         rows.append([row[0], where, value.max_error, value.scale, row[4], value.nonfinite])
     return report.Table(part.title, part.columns, rows, part.note, limit=20)
-
-
-class _Builder:
-    """Boxes and edges of both models, scope by scope."""
-
-    def __init__(self, comparison: Comparison, result: GraphDiff) -> None:
-        self.a, self.b, self.match = comparison.a, comparison.b, comparison.match
-        self.codes: dict[str, None] = {}
-        self.ids: dict[tuple[bool, str, int], str] = {}  # (second model?, scope, index) -> id of its box
-        self.node_ids: dict[str, str] = {}  # name of a node of the second model -> id of its box
-        self._used: set[str] = set()
-        self._islands = {
-            (island.change == "added", ref.scope, ref.index): k
-            for k, island in enumerate(result.islands, 1)
-            for ref in island.nodes
-        }
-        self._edits = collections.defaultdict(list)
-        for edit in result.edited:
-            self._edits[edit.counterpart.scope, edit.counterpart.index].append((edit.what, edit.before, edit.after))
-        for moved in result.moved:
-            place = str(moved.node.index), str(moved.counterpart.index)
-            self._edits[moved.counterpart.scope, moved.counterpart.index].append(("position", *place))
-        self._heat: dict[str, float] = {}
-        self._numbers = {}
-        if result.numbers is not None:
-            self._numbers = {v.node: v for v in result.numbers.values}
-            for value in result.numbers.values:
-                snr = 200.0 if value.snr is None else value.snr
-                heat = 1.0 if value.nonfinite else min(1.0, max(0.0, (90.0 - snr) / 80.0))
-                self._heat[value.node] = max(heat, self._heat.get(value.node, 0.0))
-
-    def functions(self) -> Iterator[tuple[str, Graph]]:
-        """The functions of both models."""
-        ours, theirs = self.a.model.functions, self.b.model.functions
-        for key in dict.fromkeys([*ours, *theirs]):
-            one, other = ours.get(key), theirs.get(key)
-            pair = self.a.at(one) if one is not None else None, self.b.at(other) if other is not None else None
-            yield "::".join(filter(None, key)), self.graph(*pair)
-
-    def graph(self, one: Scope | None, other: Scope | None) -> Graph:
-        """Both scopes in one graph: the second model's nodes in order, and those that only the first has among them."""
-        boxes: list[Box] = []
-        place: dict[object, int] = {}
-        edges: dict[tuple[int, int], tuple[str, str]] = {}
-        side, scope = (self.b, other) if other is not None else (self.a, one)
-        assert scope is not None
-        for value in scope.graph.inputs:
-            if not value.is_initializer():
-                place[value] = len(boxes)
-                boxes.append(self._port("input", value, side))
-        for node, own in self._order(one, other):
-            place[node] = len(boxes)
-            boxes.append(self._box(node, self.b if own else self.a))
-        for item, k in place.items():
-            if not isinstance(item, ir.Node):
-                continue
-            own = item in self.b.index
-            for read in (*item.inputs, *_captured(item)):
-                source = self._source(read, place, own)
-                if read is not None and source is not None:
-                    kind = type_name(read.dtype) if own else "removed"
-                    edges.setdefault((source, k), (_value(read), kind))
-            for result in () if own else item.outputs:
-                for reader, _ in result.uses():
-                    image = self.match.nodes.get(reader)
-                    if image in place:
-                        edges.setdefault((k, place[image]), (_value(result), "removed"))
-        for leaving in scope.graph.outputs:
-            source = self._source(leaving, place, other is not None)
-            boxes.append(self._port("output", leaving, side))
-            if source is not None:
-                edges[source, len(boxes) - 1] = _value(leaving), type_name(leaving.dtype)
-        return Graph(boxes, [(*pair, *label) for pair, label in edges.items()])
-
-    def _order(self, one: Scope | None, other: Scope | None) -> Iterator[tuple[ir.Node, bool]]:
-        """(node, whether it is the second model's)."""
-        if other is None:
-            yield from ((node, False) for node in _in_order(one)) if one else ()
-            return
-        lone: dict[ir.Node | None, list[ir.Node]] = collections.defaultdict(list)
-        last: ir.Node | None = None
-        for node in _in_order(one) if one else ():
-            image = self.match.nodes.get(node)
-            if image is None:
-                lone[last].append(node)
-            elif self.b.scope[image] is other:
-                last = image
-        yield from ((node, False) for node in lone[None])
-        for node in _in_order(other):
-            yield node, True
-            yield from ((gone, False) for gone in lone[node])
-
-    def _source(self, value: ir.Value | None, place: dict[object, int], own: bool) -> int | None:
-        if value is None:
-            return None
-        if value in place:
-            return place[value]
-        producer = value.producer()
-        if producer in place:
-            return place[producer]
-        if own:
-            return None
-        image = self.match.nodes.get(producer) if producer is not None else self.match.values.get(value)
-        return place.get(image)
-
-    def _id(self, wanted: str) -> str:
-        name, k = wanted, 2
-        while name in self._used:
-            name, k = f"{wanted}#{k}", k + 1
-        self._used.add(name)
-        return name
-
-    def _port(self, kind: str, value: ir.Value, side: Side) -> Box:
-        other = None
-        if side is self.b:
-            other = self.match.values_back.get(side.root(value))
-            if kind == "output":
-                other = next((v for v in self.a.model.graph.outputs if v.name == value.name), other)
-        before = type_name(other.dtype) if other is not None else ""
-        after = type_name(value.dtype)
-        changed = bool(before) and before != after
-        facts: list[Fact] = [(kind, [("value", _value(other or value), _value(value))])]
-        return Box(
-            id=self._id(f"{kind}:{value.name}"),
-            op=kind,
-            name=value.name or "",
-            precision=after if after in ("fp32", "fp16", "bf16") else "",
-            before=before if changed else "",
-            status="changed" if changed else "same",
-            kind="port",
-            facts=facts,
-        )
-
-    def _box(self, node: ir.Node, side: Side) -> Box:
-        own = side is self.b
-        ref = side.ref(node)
-        name = self._id(str(ref))
-        self.ids[own, ref.scope, ref.index] = name
-        other = self.match.nodes_back.get(node) if own else None
-        if own:
-            self.node_ids.setdefault(ref.name, name)
-        made = decision(node)
-        if made is not None:
-            self.codes[made.code] = None
-        if side.is_cast(node):
-            status = "removed" if not own else "same" if other else "added"
-            record = describe(
-                side, node, "added" if own else "removed", self.match.values_back if own else self.match.values
-            )
-            return Box(
-                id=name,
-                op="Cast",
-                name=ref.name,
-                precision=record.target,
-                before=record.source or "?",
-                status=status,
-                kind="cast",
-                facts=[("Cast", [(label, v, v) for label, v in _cast_facts(record.tensor, text.cast_row(record))])],
-            )
-        before, after = (
-            (side.precision(node), side.precision(node))
-            if other is None
-            else (self.a.precision(other), self.b.precision(node))
-        )
-        slots = attributes.retyped_slots(other, node) if other is not None and node.op_type not in SHAPE_ONLY else ()
-        edits = self._edits.get((ref.scope, ref.index), []) if own else []
-        renamed = other is not None and (other.name or "") != (node.name or "")
-        if renamed and other is not None:
-            edits = [*edits, ("name", other.name or "", node.name or "")]
-        status = (
-            "removed"
-            if not own
-            else "added"
-            if other is None
-            else "changed"
-            if edits
-            else "retyped"
-            if slots
-            else "same"
-        )
-        theirs = dict(bodies(other)) if other is not None else {}
-        inner = []
-        for label, body in bodies(node):
-            if own:
-                pair = self.a.at(theirs[label]) if label in theirs else None, self.b.at(body)
-            else:
-                pair = self.a.at(body), None  # type: ignore[assignment]
-            inner.append((label, self.graph(*pair)))
-        return Box(
-            id=name,
-            op=ref.op,
-            name=ref.name,
-            precision=after,
-            before=before if before != after else "",
-            status=status,
-            island=self._islands.get((own, ref.scope, ref.index), 0),
-            facts=self._facts(node, other, edits),
-            rule=made.code if made else "",
-            heat=self._heat.get(ref.name) if own else None,
-            bodies=inner,
-        )
-
-    def _facts(self, node: ir.Node, other: ir.Node | None, edits: list[tuple[str, str, str]]) -> list[Fact]:
-        before = other if other is not None else node
-        facts: list[Fact] = []
-        if edits:
-            facts.append(("Changes", edits))
-        made = decision(node)
-        if made is not None:
-            rows = [("precision", made.precision, made.precision)]
-            rows += [(str(k), str(v), str(v)) for k, v in made.evidence.items()]
-            facts.append((f"Decision {made.code}", rows))
-        number = self._numbers.get(node.name or "") if other is not None else None
-        if number is not None:
-            snr = "equal" if number.snr is None else f"{number.snr:.1f} dB"
-            pairs = [("max error", f"{number.max_error:.4g}"), ("max value", f"{number.scale:.4g}"), ("SNR", snr)]
-            facts.append(("Numbers", [(label, v, v) for label, v in pairs]))
-        for heading, ours, theirs in (
-            ("Inputs", before.inputs, node.inputs),
-            ("Outputs", before.outputs, node.outputs),
-        ):
-            rows = []
-            for k in range(max(len(ours), len(theirs))):
-                was, now = (_value(values[k]) if k < len(values) else "" for values in (ours, theirs))
-                rows.append((str(k), was, now))
-            if rows:
-                facts.append((heading, rows))
-        names = dict.fromkeys([*before.attributes, *node.attributes])
-        plain = [n for n in names if not any(_is_body(x.attributes.get(n)) for x in (before, node))]
-        if plain:
-            rows = [
-                (n, attributes.text(before.attributes.get(n)), attributes.text(node.attributes.get(n))) for n in plain
-            ]
-            facts.append(("Attributes", rows))
-        return facts
-
-
-def _in_order(scope: Scope) -> list[ir.Node]:
-    """The nodes of a scope, each just behind what it reads (depth first), so that neighbours are near each other."""
-    wanted = set(scope.nodes)
-    found: list[ir.Node] = []
-    seen: set[ir.Node] = set()
-    for last in (node for node in scope.graph if node in wanted):
-        if any(reader in wanted for value in last.outputs for reader in value.consumers()):
-            continue
-        seen.add(last)
-        stack = [(last, _above(last))]
-        while stack:
-            above = stack[-1][1]
-            step = next((n for n in above if n in wanted and n not in seen), None)
-            if step is None:
-                found.append(stack.pop()[0])
-            else:
-                seen.add(step)
-                stack.append((step, _above(step)))
-    return found
-
-
-def _above(node: ir.Node) -> Iterator[ir.Node]:
-    """What produces the operands of a node and what its bodies read from around it."""
-    for value in (*node.inputs, *_captured(node)):
-        if value is not None and (producer := value.producer()) is not None:
-            yield producer
-
-
-def _value(value: ir.Value | None) -> str:
-    if value is None:
-        return ""
-    return " ".join(filter(None, (value.name or "?", type_name(value.dtype), shape_text(value.shape))))
-
-
-def _captured(node: ir.Node) -> Iterator[ir.Value]:
-    """What the bodies of a node read from around it, and more; values defined inside have no box outside."""
-    for _, body in bodies(node):
-        for inner in body.all_nodes():
-            yield from (value for value in inner.inputs if value is not None)
-        yield from body.outputs
-
-
-def _is_body(attribute: ir.Attr | None) -> bool:
-    return attribute is not None and not attribute.is_ref() and attribute.type.name.startswith("GRAPH")
-
-
-def _cast_facts(tensor: str, row: tuple[str, ...]) -> list[tuple[str, str]]:
-    return [
-        ("tensor", tensor),
-        ("direction", row[1]),
-        ("shape", row[3]),
-        ("bytes", row[4]),
-        ("reads", row[5]),
-        ("redundant", row[6]),
-    ]

@@ -162,3 +162,51 @@ def test_unused_constants() -> None:
     result = diff(chain(relu), chain(relu, [tensor]))
     assert [(c.before, c.after) for c in result.constants] == [("", "c")]
     assert result.mirrored().constants[0].before == "c"
+
+
+def numbered(model: onnx.ModelProto) -> onnx.ModelProto:
+    """All nodes and inner values called by their number, as older exporters do."""
+    model = onnx.ModelProto.FromString(model.SerializeToString())
+    kept = {v.name for v in (*model.graph.input, *model.graph.output)}
+    names: dict[str, str] = {}
+    for k, node in enumerate(model.graph.node):
+        node.name = f"{node.op_type}_{k}"
+        for name in node.output:
+            if name and name not in kept:
+                names[name] = f"{9000 + len(names)}"
+
+    def rename(graph: onnx.GraphProto) -> None:
+        for node in graph.node:
+            node.input[:] = [names.get(name, name) for name in node.input]
+            node.output[:] = [names.get(name, name) for name in node.output]
+            for attribute in node.attribute:
+                if attribute.type == onnx.AttributeProto.GRAPH:
+                    rename(attribute.g)
+        for value in (*graph.value_info, *graph.output):
+            value.name = names.get(value.name, value.name)
+
+    rename(model.graph)
+    return model
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_one_more_node_shifts_all_numbers(path: pathlib.Path) -> None:
+    """Names that both models have, for other things, do not mislead."""
+    base = onnx.load(path)
+    outputs = {v.name for v in base.graph.output}
+    tried = 0
+    for at in range(1, len(base.graph.node) - 1, max(1, len(base.graph.node) // 4)):
+        edited = onnx.ModelProto.FromString(base.SerializeToString())
+        node = edited.graph.node[at]
+        if node.op_type in ("Constant", "If") or node.output[0] in outputs:
+            continue
+        for other in edited.graph.node:
+            other.input[:] = ["inserted" if name == node.output[0] else name for name in other.input]
+        edited.graph.node.insert(at + 1, helper.make_node("Identity", [node.output[0]], ["inserted"], "inserted"))
+        result = diff(numbered(base), numbered(edited))
+        assert [(n.change, n.node.op) for n in result.nodes] == [("added", "Identity")]
+        assert result.others == 1 + len(result.renamed)
+        assert not (result.casts)
+        assert not (result.constants)
+        tried += 1
+    assert tried >= 2
