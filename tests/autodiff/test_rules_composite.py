@@ -83,9 +83,9 @@ FUNCTIONS = [
          oracle=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)),
     case("Attention", (2, 3, 8), (2, 3, 8), (2, 3, 8), MASK, opset=23, symbolic="batch", q_num_heads=2, kv_num_heads=2,
          scale=0.3, oracle=three_dimensional),
-    case("Attention", (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4), (3, 3), opset=23, symbolic="none",
+    case("Attention", (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4), (3, 3), opset=23, symbolic="",
          oracle=lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m)),
-    case("CenterCropPad", (2, 5, 3), ints(3, 6), axes=[1, 2], symbolic="none",
+    case("CenterCropPad", (2, 5, 3), ints(3, 6), axes=[1, 2], symbolic="",
          oracle=lambda x: F.pad(x[:, 1:4], (1, 2))),
     case("RotaryEmbedding", (2, 2, 3, 4), COS, SIN, opset=23, oracle=rotary),
 ]  # fmt: skip

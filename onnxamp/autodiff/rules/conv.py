@@ -82,8 +82,8 @@ def _transposed_window(op: Builder, node: ir.Node, x: ir.Value, kernel: tuple[in
 def _weight_gradient(op: Builder, x: ir.Value, g: ir.Value, weight: ir.Value, window: Window, group: int) -> ir.Value:
     """dW[m, c, tap] = Σ over batch and positions p of g[m, p]·x[c, p·stride + tap·dilation].
 
-    The maps are transposed once to channels first, [C, N, ...], so that every tap is a matrix product over all
-    positions of the batch, with no copies beside the slices.
+    The maps are transposed once to [C, ..., N], so that every tap is a matrix product over all positions of the batch. With
+    the batch innermost a slice copies whole blocks, also where it strides over space.
     """
     outputs, inputs = op.dims(weight)[:2]
     op.refuse(not isinstance(outputs, int) or not isinstance(inputs, int), "the channels are not static")
@@ -98,13 +98,15 @@ def _weight_gradient(op: Builder, x: ir.Value, g: ir.Value, weight: ir.Value, wi
         if len(positions) == n and outputs * inputs < math.prod(positions) * (outputs + inputs):
             left, right = op.Reshape(g, [0, outputs, -1]), op.Reshape(x, [0, inputs, -1])
             return op.Reshape(op.sum(op.MatMul(left, op.swap(right)), [0], keepdims=False), op.target(weight))
-    first = [1, 0, *range(2, n + 2)]
-    maps = op.transpose(op.Pad(x, _pads(window)) if window.padded else x, first)
+    order = [*range(1, n + 2), 0]
+    maps = op.transpose(x, order)
+    if window.padded:
+        maps = op.Pad(maps, [0, *window.begin, 0, 0, *window.end, 0])
     per_group = outputs // group
-    rows = op.Reshape(op.transpose(g, first), [group, per_group, -1] if group > 1 else [outputs, -1])
+    rows = op.Reshape(op.transpose(g, order), [group, per_group, -1] if group > 1 else [outputs, -1])
     products = []
     for tap in taps:
-        met = tap_slice(op, maps, tap, g, window, 2) if len(taps) > 1 or any(s > 1 for s in window.strides) else maps
+        met = tap_slice(op, maps, tap, g, window, 1) if len(taps) > 1 or any(s > 1 for s in window.strides) else maps
         if group > 1:
             met = op.Reshape(met, [group, inputs, -1])
             products.append(op.MatMul(rows, op.swap(met)))
@@ -120,14 +122,10 @@ def _depthwise_weight_gradient(
     op: Builder, x: ir.Value, g: ir.Value, weight: ir.Value, window: Window, taps: list[tuple[int, ...]]
 ) -> ir.Value:
     """One channel meets one channel: a sum of products per tap, with nothing to transpose."""
-    padded = op.Pad(x, _pads(window)) if window.padded else x
+    padded = op.Pad(x, [0, 0, *window.begin, 0, 0, *window.end]) if window.padded else x
     others = [0, *range(2, window.rank + 2)]
     sums = []
     for tap in taps:
         met = tap_slice(op, padded, tap, g, window, 2)
         sums.append(op.Unsqueeze(op.sum(op.Mul(g, met), others, keepdims=False), [1]))
     return op.Reshape(op.Concat(*sums, axis=1) if len(sums) > 1 else sums[0], op.target(weight))
-
-
-def _pads(window: Window) -> list[int]:
-    return [0, 0, *window.begin, 0, 0, *window.end]
