@@ -99,6 +99,9 @@ def test_operands_of_one_node(plan_of, text, target, operands):
     plan = plan_of(text, level="O3", target=target)
     (decision,) = plan.nodes.values()
     assert decision.operands == operands
+    codes = {unit.variable: plan.decisions[unit].code for units in plan.graph.of.values() for unit in units}
+    assert codes["T2"] == ("AMP210" if text is NORM else "AMP009")
+    assert codes["T"] == ("AMP302" if operands["T"] == "fp32" else "AMP009")
 
 
 def test_resize_scales_stay_fp32_constants(plan_of):
