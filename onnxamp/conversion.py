@@ -153,8 +153,12 @@ def _convert(
     refuse_other_options(model, options)
     declared = {value: value.shape for value in all_values(model.graph)}
     types.infer(model)
-    if options.level != "O0" and converted_with(model) is None and inline_float_functions(model):
-        types.infer(model)
+    if options.level != "O0" and converted_with(model) is None:
+        names = {value.name: shape for value, shape in declared.items()}
+        if inline_float_functions(model):
+            types.infer(model)
+            # What replaces the result of a call has its name.
+            declared.update((value, names.get(value.name)) for value in all_values(model.graph) if value not in declared)
     if converted_with(model) is None:
         plan, summary = _rewrite(model, options)
     else:
@@ -177,10 +181,18 @@ def _rewrite(model: ir.Model, options: Options) -> tuple[Plan, Summary]:
 
 
 def _restore_shapes(model: ir.Model, declared: dict[ir.Value, ir.Shape | None]) -> None:
-    """Leave only the shapes that the source declares: a runtime infers the others, and a wrong name of a dimension would misguide it."""
+    """Leave only the shapes that the source declares: a runtime infers the others, and a wrong name of a dimension would misguide it.
+
+    Inputs and outputs of bodies must have a shape where they have a type; the ones that an inlined function brought without get their
+    inferred sizes.
+    """
+    borders = {value for graph in model.graph.subgraphs() for value in (*graph.inputs, *graph.outputs)}
     for value in all_values(model.graph):
         producer = value.producer()
-        if value in declared:
+        if value in borders and declared.get(value) is None:
+            if value.shape is not None:
+                value.shape = ir.Shape([dim if isinstance(dim, int) else ir.SymbolicDim(None) for dim in value.shape])
+        elif value in declared:
             value.shape = declared[value]
         elif producer is not None and "onnxamp.cast" in producer.metadata_props:
             source = producer.inputs[0]

@@ -189,6 +189,8 @@ def _complete(model: ir.Model) -> bool:
 
 def _infer_symbolic(model: ir.Model) -> None:
     values = list(all_values(model.graph))
+    inside = [value for function in model.functions.values() for value in all_values(function.graph)]
+    open_values = [(value, value.type, value.shape) for value in inside]  # a function may be called with several types
     before = [(value, value.type, value.shape, value.const_value) for value in values]
     with (
         _quiet("onnx_shape_inference"),
@@ -202,6 +204,9 @@ def _infer_symbolic(model: ir.Model) -> None:
         if shape is not None and (shape.is_static() or value.shape is None or len(value.shape) != len(shape)):
             value.shape = shape
         value.const_value = tensor
+    for value, kind, shape in open_values:
+        value.type, value.shape = kind, shape
+    for value in (*values, *inside):
         for key in [key for key in value.metadata_props if key.startswith("pkg.onnx_shape_inference.")]:
             del value.metadata_props[key]
 
