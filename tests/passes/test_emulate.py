@@ -109,7 +109,7 @@ ELEMENTWISE = {
 )
 def test_elementwise(expression: str, low: str) -> None:
     """Every result is the fp32 result rounded once to nearest even; subnormals and overflow included."""
-    dtype, opset = NUMPY[low], 6 if "clipped" in expression else 20
+    dtype, opset = NUMPY[low], 7 if "clipped" in expression else 20
     before = "less = Less(x, y)" if "less" in expression else ""
     before = "clipped = Clip <min = 0.3, max = 2.7> (x)" if "clipped" in expression else before
     source = model(f"g ({low}[N] x, {low}[N] y) => ({low}[M] z) {{ {before} z = {expression} }}", opset)
