@@ -174,6 +174,11 @@ class Buffer:
             raise InternalError(f"Memory on {self.device} has no address on the host.")
         return self._host
 
+    @property
+    def remote(self) -> Any:
+        """The `OrtValue` of bytes that holds the memory; only on another device than the CPU."""
+        return self._remote
+
     def read(self, offset: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
         """A copy of a range of bytes on the host (the rest of the buffer by default)."""
         stop = self.nbytes if nbytes is None else offset + nbytes

@@ -19,6 +19,8 @@ from onnxamp.errors import InternalError, ModelError
 from onnxamp.ort.values import ALIGNMENT, Buffer, View, element_type
 from onnxamp.training.manifest import Arena, Manifest, Port, StateTensor
 
+FLOAT = element_type(np.dtype(np.float32))
+
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The numpy type that the manifest calls `name`."""
@@ -149,7 +151,7 @@ class Arenas:
         if any(self._arenas[name].dtype != "float32" for name in names):
             raise InternalError("The gradients and the window's sums are not all float32.")
         size = sum(self._arenas[name].elements for name in names)
-        return self.blocks["gradient"].side().view(0, (size,), element_type(np.dtype(np.float32)))
+        return self.blocks["gradient"].side().view(0, (size,), FLOAT)
 
     def tensor(self, key: str) -> NDArray[Any]:
         """A copy of one state tensor."""

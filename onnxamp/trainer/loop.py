@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from onnxamp.errors import DivergedError
-from onnxamp.ort.values import Buffer, View, element_type
-from onnxamp.trainer.arenas import Arenas
+from onnxamp.ort.values import Buffer, View
+from onnxamp.trainer.arenas import FLOAT, Arenas
 from onnxamp.trainer.batch import Batch
 from onnxamp.trainer.collective import Collective
 from onnxamp.trainer.gradient import Gradient
@@ -17,7 +17,6 @@ from onnxamp.trainer.program import Program
 from onnxamp.trainer.update import Update
 from onnxamp.training.manifest import REPORT, Manifest
 
-_FLOAT = element_type(np.dtype(np.float32))
 # Reading from a device waits for it, so the count of windows skipped in a row is not read after each of them.
 _LOOK_EVERY = 16
 
@@ -26,13 +25,15 @@ class Window:
     """The micro-batches whose gradients are added before the parameters change.
 
     Attributes:
-        micro_steps: Micro-batches so far, of this rank.
+        micro_steps: Micro-steps so far, which all ranks take together.
+        own: Micro-batches so far of this rank; fewer where it had none left.
         rows: Rows so far, over all ranks.
         nan: What is known of NaN in its data, in words.
     """
 
     def __init__(self, micro_steps: int = 0, rows: int = 0, nan: str | None = None) -> None:
         self.micro_steps = micro_steps
+        self.own = micro_steps
         self.rows = rows
         self.nan = nan
         self.report: View | None = None
@@ -116,7 +117,7 @@ class Loop:
         weight_sum: Callable[[Batch], View],
     ) -> None:
         self.accumulate = accumulate
-        self.window = Window()
+        self.window = self._last = Window()
         self._manifest = manifest
         self._arenas = arenas
         self._grad = grad
@@ -136,12 +137,12 @@ class Loop:
             DivergedError: Too many windows in a row were skipped at the lowest loss scale.
         """
         window = self.window
-        if not self._seeded:
-            self._seed(batch)
         before, rows = self._ranks(batch.rows)
+        if not self._seeded:
+            self._seed(self._weight_sum(batch))
         ranks, rank = self._collective.world_size, self._collective.rank
         hosts = {
-            "first": np.array(window.micro_steps == 0),
+            "first": np.array(window.own == 0),
             "row_offset": np.array(window.rows + before, np.int64),
             "micro_step": np.array(window.micro_steps * ranks + rank, np.int64),
         }
@@ -151,24 +152,39 @@ class Loop:
         self._grad.run(feeds, {self._loss.name: loss}, alone)
         if not self._seeded:
             self._set_divisor(0)
-        window.micro_steps += 1
-        window.rows += rows
+        window.own += 1
         window.nan = window.nan or batch.nan
-        ended = window.micro_steps >= self.accumulate
-        if ended:
-            self._apply()
+        ended = self._count(rows)
         return StepResult(window, loss, scale, ended)
 
     def flush(self) -> StepResult | None:
         """Apply a window that has fewer micro-batches than the others; None if there are none."""
-        window = self.window
-        if not window.micro_steps:
-            return None
-        scale = self._scale()
+        result = None
+        # A rank that has no micro-batch left takes part, with nothing, until all ranks have come here.
+        while self._collective.world_size > 1 and (rows := self._ranks(0)[1]):
+            if not self._seeded:
+                self._seed(self._memory(()))
+            result = self._result() if self._count(rows) else None
+        if not self.window.micro_steps:
+            return result
         self._apply()
-        assert window.report is not None
-        # The report begins with the mean loss of the window.
-        return StepResult(window, window.report.buffer.view(0, (), _FLOAT), scale, True)
+        return self._result()
+
+    def _result(self) -> StepResult:
+        """The result of the window that was applied last; its report begins with the mean loss."""
+        report = self._last.report
+        assert report is not None
+        loss = report.buffer.view(0, (), FLOAT)
+        return StepResult(self._last, loss, loss, True)
+
+    def _count(self, rows: int) -> bool:
+        """Count a micro-step of all ranks, and apply the window if it was the last."""
+        self.window.micro_steps += 1
+        self.window.rows += rows
+        ended = self.window.micro_steps >= self.accumulate
+        if ended:
+            self._apply()
+        return ended
 
     def restore(self, window: Window) -> None:
         """Go on in the middle of `window`; the arenas hold its state already."""
@@ -179,6 +195,8 @@ class Loop:
         window = self.window
         report = self._memory((len(REPORT),))
         if self._collective.world_size > 1:
+            if not window.own:
+                self._contribute_nothing()
             self._collective.all_reduce(self._arenas.reduced())
             if self._manifest.has_arena("statistics_work"):
                 size = self._manifest.arena("statistics_work").elements
@@ -187,7 +205,7 @@ class Loop:
         self._reduce.turn()
         self._update.run()
         window.report = report
-        self.window = Window()
+        self._last, self.window = window, Window()
         self._windows += 1
         if self._arenas.device == "cpu" or self._windows % _LOOK_EVERY == 0:
             self._stop_if_stuck(window)
@@ -215,9 +233,8 @@ class Loop:
             f"({float(values[REPORT.index('next_loss_scale')]):g}); {why}; `onnxamp diagnose` names the first bad node."
         )
 
-    def _seed(self, batch: Batch) -> None:
+    def _seed(self, weight: View) -> None:
         """Choose the divisor of the backward seed by the first batch that has weight; 1 as long as there was none."""
-        weight = self._weight_sum(batch)
         if self._collective.world_size > 1:
             self._collective.all_reduce(weight)
         total = float(weight.read())
@@ -227,10 +244,18 @@ class Loop:
     def _set_divisor(self, value: float) -> None:
         self._arenas.write("scalars/seed_divisor", np.array(value, np.float32))
 
+    def _contribute_nothing(self) -> None:
+        """Clear what an earlier window left, on a rank that has no micro-batch while others have."""
+        view = self._arenas.reduced()
+        view.write(np.zeros(view.shape, np.float32))
+        if self._manifest.has_arena("statistics"):
+            shape = (self._manifest.arena("statistics").elements,)
+            self._arenas.range("statistics_work", 0, shape).write(self._arenas.range("statistics", 0, shape).read())
+
     def _ranks(self, rows: int) -> tuple[int, int]:
         """Rows of lower ranks in this micro-step, and of all ranks."""
         size, rank = self._collective.world_size, self._collective.rank
-        if size == 1 or "row_offset" not in self._grad.hosts.values():
+        if size == 1:
             return 0, rows
         counts = np.zeros(size, np.float32)
         counts[rank] = rows
@@ -246,4 +271,4 @@ class Loop:
 
     def _memory(self, shape: tuple[int, ...]) -> View:
         buffer = Buffer(4 * max(math.prod(shape), 1), self._arenas.device, self._arenas.device_id)
-        return buffer.view(0, shape, _FLOAT)
+        return buffer.view(0, shape, FLOAT)

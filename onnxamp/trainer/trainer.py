@@ -18,10 +18,10 @@ from onnxamp.errors import ModelError, UsageError
 from onnxamp.model import io
 from onnxamp.ort.providers import provider_list, short_name
 from onnxamp.ort.session import SessionConfig, open_session
-from onnxamp.ort.values import Buffer, View, element_type
+from onnxamp.ort.values import Buffer, View
 from onnxamp.passes.emulate import emulate
 from onnxamp.trainer import checkpoint
-from onnxamp.trainer.arenas import Arenas, numpy_dtype
+from onnxamp.trainer.arenas import FLOAT, Arenas, numpy_dtype
 from onnxamp.trainer.batch import BatchCheck
 from onnxamp.trainer.collective import Collective, SingleProcess
 from onnxamp.trainer.data import Field
@@ -89,6 +89,7 @@ class Trainer:
         self._config = SessionConfig(provider=self.provider, threads=threads, memory_pattern=False)
         self._arenas = Arenas(self.manifest, device)
         self._arenas.load(self.bundle.state)
+        self._agree()
         self._environment = checkpoint.environment(self.provider, threads)
         place = Place(self._arenas, Results(device), self._config, in_place, self._segment_scalars(device))
         graphs = self.manifest.graphs
@@ -289,7 +290,11 @@ class Trainer:
 
         Raises:
             RuntimeMissingError: The disk is full, or the folder may not be written to.
+            UsageError: Several processes train, and a window is open.
         """
+        window = self._loop.window
+        if self.collective.world_size > 1 and window.micro_steps:
+            raise UsageError("Each rank has gradients of its own in the middle of a window: flush, then save.")
         target = Path(path).absolute()
         digest = _digest(self.bundle)
         folder = self.bundle.path
@@ -297,7 +302,6 @@ class Trainer:
             folder = target.parent / f"bundle-{digest[:12]}"
             if not folder.exists():
                 self.bundle.save(folder)
-        window = self._loop.window
         progress = checkpoint.Progress(
             accumulate=self.accumulate,
             micro_steps=window.micro_steps,
@@ -346,6 +350,7 @@ class Trainer:
             raise ModelError(f"{source} was made with another bundle than {found}: name the right one with bundle=.")
         checkpoint.warn_of_differences(progress.environment, trainer._environment)
         trainer._arenas.load(state)
+        trainer._agree()
         trainer._loop.restore(Window(progress.micro_steps, progress.rows, progress.nan))
         trainer.position = dict(progress.position)
         return trainer
@@ -384,20 +389,24 @@ class Trainer:
         sums = self._working.sums
         return sums.buffer.view(4, (), sums.element_type)
 
+    def _agree(self) -> None:
+        """Let every rank begin with the state of rank 0."""
+        if self.collective.world_size > 1:
+            for block in dict.fromkeys(self._arenas.blocks.values()):
+                self.collective.broadcast(block.side().view(0, (block.side().nbytes // 4,), FLOAT))
+
     def _over_ranks(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         if self.collective.world_size == 1:
             return totals
-        kind = element_type(np.dtype(np.float32))
-        shared = Buffer(8, self._arenas.device, self._arenas.device_id).view(0, (2,), kind)
+        shared = Buffer(8, self._arenas.device, self._arenas.device_id).view(0, (2,), FLOAT)
         shared.write(totals.astype(np.float32))
         self.collective.all_reduce(shared)
         return shared.read().astype(np.float64)
 
     def _segment_scalars(self, device: str) -> tuple[dict[str, View], ...]:
-        kind = element_type(np.dtype(np.float32))
         segments = []
         for segment in self.manifest.segments:
-            views = {name: Buffer(4, device).view(0, (), kind) for name in segment.scalars}
+            views = {name: Buffer(4, device).view(0, (), FLOAT) for name in segment.scalars}
             for name, value in segment.scalars.items():
                 views[name].write(np.array(value, np.float32))
             segments.append(views)
