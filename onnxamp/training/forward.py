@@ -80,7 +80,9 @@ def _name_free_sizes(model: ir.Model) -> None:
         return dim < 0 if isinstance(dim, int) else dim.value in (None, "", "?", "-1", "None")
 
     graph = model.graph
-    known = {dim.value for value in graph.inputs if value.shape for dim in value.shape if isinstance(dim, ir.SymbolicDim)}
+    known = {
+        dim.value for value in graph.inputs if value.shape for dim in value.shape if isinstance(dim, ir.SymbolicDim)
+    }
     batch = "batch" if "batch" not in known else "batch_size"
     for value in graph.inputs:
         if value.shape is not None:
@@ -139,6 +141,13 @@ def _logits(value: ir.Value, loss: Loss) -> tuple[ir.Value, list[str]]:
         node = before.producer()
     if node is None or node.domain != "":
         return value, []
+    if node.op_type == "Reshape" and len(value.shape or ()) == 2:
+        # onnx's version converter turns a Softmax below opset 13 into Flatten, Softmax, Reshape; of a matrix these do nothing.
+        inner = node.inputs[0].producer() if node.inputs[0] is not None else None
+        if inner is not None and inner.op_type in ("Softmax", "LogSoftmax") and inner.inputs[0] is not None:
+            flat = inner.inputs[0].producer()
+            if flat is not None and flat.op_type == "Flatten" and flat.attributes.get_int("axis", 1) == 1:
+                node = inner
     if isinstance(loss, CrossEntropy) and node.op_type in ("Softmax", "LogSoftmax"):
         rank = len(value.shape or ())
         axis = node.attributes.get_int("axis", -1) % max(rank, 1)
