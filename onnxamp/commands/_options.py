@@ -1,10 +1,11 @@
-"""Options that several commands read alike."""
+"""Options that several commands read alike, and what they do with files."""
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterable
 
-from onnxamp.errors import UsageError
+from onnxamp.errors import RuntimeMissingError, UsageError
 
 
 def sizes(entries: Iterable[str]) -> dict[str, int]:
@@ -22,3 +23,30 @@ def sizes(entries: Iterable[str]) -> dict[str, int]:
             )
         result[name] = int(text)
     return result
+
+
+def check_outputs(paths: Iterable[str], reports: Iterable[str], force: bool) -> None:
+    """Refuse, before any work is done, what could not be written at its end.
+
+    Raises:
+        UsageError: A file exists and `force` is off, or a report's name does not say what it is.
+    """
+    reports = list(reports)
+    for path in reports:
+        if not path.endswith((".json", ".html")):
+            raise UsageError(f"--report {path} ends neither in .json nor in .html: the ending says what to write.")
+    for path in (*paths, *reports):
+        if pathlib.Path(path).exists() and not force:
+            raise UsageError(f"{path} exists: choose another name or add --force.")
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a text file.
+
+    Raises:
+        RuntimeMissingError: The file system refuses it.
+    """
+    try:
+        pathlib.Path(path).write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise RuntimeMissingError(f"{path} cannot be written: {problem.strerror}.") from problem

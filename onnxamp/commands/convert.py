@@ -56,13 +56,13 @@ def command(model: str, output: str | None, report: tuple[str, ...], verified: b
             as_json: bool, plan_only: bool, dim: tuple[str, ...], **choices: Any) -> int:  # fmt: skip
     """Rewrite MODEL to mixed precision: Casts where they are needed, FP32 where it must be, a reason for each decision."""
     from onnxamp import console
-    from onnxamp.commands._options import sizes
+    from onnxamp.commands._options import check_outputs, sizes
     from onnxamp.conversion import convert
 
     dims = sizes(dim)
     choices["io"] = choices["io"] or "keep"
     path = _output(model, output, choices["level"], choices["dtype"], plan_only)
-    _refuse_overwriting((path, *report), force, report)
+    check_outputs([path], report, force)
     if data is not None and not verified:
         from onnxamp.errors import UsageError
 
@@ -114,19 +114,6 @@ def _output(model: str, output: str | None, level: str, dtype: str, plan_only: b
     return str(source.with_name(f"{source.stem}.{level}.{dtype}" + (".policy.toml" if plan_only else ".onnx")))
 
 
-def _refuse_overwriting(paths: tuple[str, ...], force: bool, reports: tuple[str, ...]) -> None:
-    import pathlib
-
-    from onnxamp.errors import UsageError
-
-    for path in reports:
-        if not path.endswith((".json", ".html")):
-            raise UsageError(f"--report {path} ends neither in .json nor in .html: the ending says what to write.")
-    for path in paths:
-        if pathlib.Path(path).exists() and not force:
-            raise UsageError(f"{path} exists: choose another name or add --force.")
-
-
 def _known(dims: dict[str, int], result: ConvertResult) -> dict[str, int]:
     """The sizes that are of inputs: what is made up for a comparison has no others."""
     names = {str(dim) for value in result.model.graph.inputs if value.shape is not None for dim in value.shape}
@@ -145,9 +132,8 @@ def _print_plan(path: str, result: ConvertResult, as_json: bool) -> None:
 
 def _write_report(file: str, model: str, path: str, found: dict[str, Any], result: ConvertResult) -> None:
     import json
-    import pathlib
 
-    from onnxamp.errors import RuntimeMissingError
+    from onnxamp.commands._options import write_text
 
     if file.endswith(".html"):
         from onnxamp.comparison.compare import Comparison
@@ -157,10 +143,7 @@ def _write_report(file: str, model: str, path: str, found: dict[str, Any], resul
         text = page_of(comparison, comparison.result())
     else:
         text = json.dumps({**found, "nodes": node_dicts(result.plan)}, indent=2, ensure_ascii=False, allow_nan=False)
-    try:
-        pathlib.Path(file).write_text(text + "\n", encoding="utf-8")
-    except OSError as problem:
-        raise RuntimeMissingError(f"{file} cannot be written: {problem.strerror}.") from problem
+    write_text(file, text + "\n")
 
 
 def node_dicts(plan: Plan) -> list[dict[str, Any]]:

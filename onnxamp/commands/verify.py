@@ -8,6 +8,7 @@ import click
 
 if TYPE_CHECKING:
     from onnxamp.evidence import VerifyResult
+    from onnxamp.evidence.metrics import Difference
 
 
 @click.command(
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
 @click.option("--samples", default=4, show_default=True, type=click.IntRange(1), help="How many inputs to make up.")
 @click.option("--seed", default=0, show_default=True, help="Seed of inputs that are made up.")
 @click.option("--provider", default="cpu", show_default=True, help="Where to run: auto, cpu, cuda, ...")
+@click.option(
+    "--report",
+    multiple=True,
+    type=click.Path(dir_okay=False),
+    metavar="FILE.json|FILE.html",
+    help="Write the result, as JSON or as a page.",
+)
+@click.option("--force", is_flag=True, help="Overwrite reports that exist.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     reference: str,
@@ -38,6 +47,8 @@ def command(
     samples: int,
     seed: int,
     provider: str,
+    report: tuple[str, ...],
+    force: bool,
     as_json: bool,
 ) -> int:
     """Run REFERENCE and CANDIDATE on the same inputs and compare every output.
@@ -45,16 +56,24 @@ def command(
     16-bit arithmetic is emulated strictly: each result is rounded to its type, so that overflow shows on any machine. Exit
     code 1 if an output is outside the tolerance (default fp16: cosine 0.999, 30 dB; bf16: cosine 0.99; no new NaN or Inf).
     """
+    import json
+
     from onnxamp import console
-    from onnxamp.commands._options import sizes
+    from onnxamp.commands._options import check_outputs, sizes, write_text
     from onnxamp.evidence.tolerance import parse
     from onnxamp.evidence.verification import verify
 
     bounds, dims = parse(tolerance), sizes(dim)
+    check_outputs([], report, force)
     with console.progress(f"verifying {candidate}"):
         result = verify(reference, candidate, data, bounds, dim=dims, count=samples, seed=seed, provider=provider)
+    found = {"reference": reference, "candidate": candidate, **result.to_dict()}
+    for file in report:
+        html = file.endswith(".html")
+        text = page_of(reference, candidate, result) if html else json.dumps(found, indent=2, allow_nan=False) + "\n"
+        write_text(file, text)
     if as_json:
-        console.print_json({"reference": reference, "candidate": candidate, **result.to_dict()})
+        console.print_json(found)
     else:
         show(result)
     return int(not result.passed)
@@ -95,6 +114,67 @@ def show(result: VerifyResult) -> None:
     if result.divergence is not None:
         console.show(_where(result))
     console.show(_verdict(result))
+
+
+def page_of(reference: str, candidate: str, result: VerifyResult) -> str:
+    """The result as an HTML page."""
+    import pathlib
+
+    from onnxamp.report import Figures, Note, Section, Table, page
+
+    rows = [
+        [
+            output.name,
+            "; ".join(output.missed) or "ok",
+            *_cells(output.worst),
+            output.worst.nonfinite,
+            output.worst.mismatches - output.worst.ties,
+            output.worst.ties,
+            output.worst.top1,
+            output.sample,
+        ]
+        for output in result.outputs
+    ]
+    columns = [
+        "output",
+        "verdict",
+        "cosine",
+        "SNR dB",
+        "max abs",
+        "max rel",
+        "non-finite",
+        "unequal",
+        "ties",
+        "top-1",
+        "sample",
+    ]
+    bounds = [[name, value] for name, value in result.tolerance.to_dict().items() if value is not None]
+    prose = [_verdict(result), *([_where(result)] if result.divergence else []), *result.problems, *result.notes]
+    failed = sum(bool(output.missed) for output in result.outputs)
+    sections: list[Section] = [
+        Figures(
+            [
+                ("verdict", "passed" if result.passed else "failed", f"{failed} of {len(rows)} outputs fail"),
+                ("precision", result.precision, "emulated strictly" if result.precision != "fp32" else ""),
+                ("samples", str(result.samples), result.data),
+            ]
+        ),
+        Note(prose, tone="good" if result.passed else "bad"),
+        Table("Outputs", columns, rows, note="The worst of all samples; the sample is the one that is worst."),
+        Table("Tolerance", ["measure", "bound"], bounds),
+    ]
+    names = (pathlib.Path(reference).name, pathlib.Path(candidate).name)
+    return page(f"{names[1]} against {names[0]}", sections, subtitle="onnxamp verify")
+
+
+def _cells(worst: Difference) -> list[float | str | None]:
+    """The float measures of a row; a page's table has no infinities."""
+    import math
+
+    if worst.discrete:
+        return [None] * 4
+    values = (worst.cosine, worst.snr, worst.max_abs, worst.max_rel)
+    return [value if math.isfinite(value) else str(value) for value in values]
 
 
 def _where(result: VerifyResult) -> str:

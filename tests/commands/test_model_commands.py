@@ -237,3 +237,16 @@ def test_convert_with_a_failing_verification_exits_with_1(run: Run, tmp_path: pa
     assert pathlib.Path("square.O3.fp16.onnx").exists()
     assert "First at node 'square'" in out
     assert "FAILED" in out
+
+
+def test_verify_reports(run: Run, model: pathlib.Path) -> None:
+    run("convert", "net.onnx", "-o", "low<b>.onnx")
+    code, _, _ = run("verify", "net.onnx", "low<b>.onnx", "--report", "v.html", "--report", "v.json")
+    assert code == 0
+    assert json.loads(pathlib.Path("v.json").read_text())["passed"] is True
+    text = pathlib.Path("v.html").read_text()
+    assert "PASSED" in text
+    assert "low<b>" not in text
+    assert "low&lt;b&gt;.onnx" in text
+    assert run("verify", "net.onnx", "low<b>.onnx", "--report", "v.html")[0] == 2
+    assert run("verify", "net.onnx", "low<b>.onnx", "--report", "v.txt")[0] == 2
