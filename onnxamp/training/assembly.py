@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxamp import conversion
-from onnxamp.autodiff.parameters import classify
+from onnxamp.autodiff.parameters import Parameters, classify
 from onnxamp.dtypes import low_type
 from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model import io
@@ -150,7 +150,8 @@ class _Arguments:
 
 def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
     forward = prepare(source, arguments.loss, arguments.output)
-    chosen, frozen = _choose(forward, arguments)
+    found = classify(forward.model)
+    chosen, frozen = _choose(forward, found, arguments)
     norms = _trained_norms(forward.model.graph, chosen, arguments.batch_norm)
     model = forward.model
     if arguments.amp.level != "O0":
@@ -179,6 +180,9 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
     notes = list(forward.notes)
     if unreached:
         notes.append(f"{len(unreached)} parameters do not reach the loss and stay as they are: {_few(unreached)}.")
+    tied = [name for name in trained.parameters if name in found.tied]
+    if tied:
+        notes.append(f"{len(tied)} parameters are read by several nodes and train as one each: {_few(tied)}.")
     manifest = Manifest(
         level=arguments.amp.level,
         dtype=arguments.amp.dtype,
@@ -202,9 +206,8 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
     return Bundle(graphs, _state(forward.model.graph, layout, arguments), manifest, source)
 
 
-def _choose(forward: Forward, arguments: _Arguments) -> tuple[tuple[str, ...], dict[str, str]]:
+def _choose(forward: Forward, found: Parameters, arguments: _Arguments) -> tuple[tuple[str, ...], dict[str, str]]:
     """Names of the parameters that train, and why the others do not."""
-    found = classify(forward.model)
     possible = [parameter for parameter in (*found.trainable, *found.unsure, *found.frozen) if parameter.uses]
     names = [parameter.name for parameter in possible]
     for kind, patterns in (("trainable", arguments.trainable), ("frozen", arguments.frozen)):

@@ -10,6 +10,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model import io, types
 from onnxamp.model.inlining import inline_float_functions
+from onnxamp.passes.integers import FoldIntegers
 from onnxamp.training.losses import BinaryCrossEntropyWithLogits, CrossEntropy, Loss, ModelOutput
 
 
@@ -35,7 +36,7 @@ class Forward:
 def prepare(source: ir.Model, loss: Loss | ModelOutput, output: str | None = None) -> Forward:
     """A private copy of `source` in the form that training needs.
 
-    1. Float functions are inlined, constants lifted to initializers, all values typed.
+    1. Float functions are inlined, constants lifted to initializers, integer constants folded, all values typed.
     2. Initializers are not inputs: what could be overridden is fixed.
     3. BatchNormalization and Dropout are in inference form, whatever mode they were exported in.
     4. The value that the loss reads is a graph output. A final Softmax (cross-entropy) or Sigmoid (binary cross-entropy) is
@@ -62,6 +63,7 @@ def prepare(source: ir.Model, loss: Loss | ModelOutput, output: str | None = Non
             _inference_batch_norm(node)
         elif node.op_type == "Dropout" and node.domain == "" and len(node.inputs) > 2:
             node.resize_inputs(2)
+    FoldIntegers()(model)
     types.infer(model)
     outputs = tuple(str(value.name) for value in model.graph.outputs)
     prediction, notes = _prediction(model.graph, loss, output)

@@ -259,20 +259,26 @@ def _drop(built: _Graph) -> None:
 def _running(
     built: _Graph, norms: Sequence[batch_norm.Trained], first: ir.Value
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Running statistics: the committed ones in the first micro-batch, those of the window after it."""
+    """Running statistics: the committed ones in the first micro-batch, those of the window after it.
+
+    Nodes that share statistics (a module that is used twice) update them one after the other.
+    """
     op, graph = built.op, built.model.graph
-    found = []
+    current: dict[str, ir.Value] = {}
     for norm in norms:
-        batch = batch_norm.write_out(op, norm)
-        for name, value in zip(norm.running, batch, strict=True):
-            initializer = graph.initializers.pop(name)
-            shape = _static(initializer.shape)
-            committed = built.take(f"stat/{name}", FLOAT, shape, "tensor", f"statistics/{name}")
-            work = built.take(f"stat_work/{name}", FLOAT, shape, "tensor", f"statistics_work/{name}")
-            before = op.Where(first, committed, work)
-            after = op.Add(op.Mul(before, norm.momentum), op.Mul(value, 1 - norm.momentum))
-            built.give(after, f"stat_work_out/{name}", "tensor", f"statistics_work/{name}", f"stat_work/{name}")
-            found.append((name, shape))
+        for name, value in zip(norm.running, batch_norm.write_out(op, norm), strict=True):
+            if name not in current:
+                shape = _static(graph.initializers.pop(name).shape)
+                committed = built.take(f"stat/{name}", FLOAT, shape, "tensor", f"statistics/{name}")
+                work = built.take(f"stat_work/{name}", FLOAT, shape, "tensor", f"statistics_work/{name}")
+                current[name] = op.Where(first, committed, work)
+            after = op.Add(op.Mul(current[name], norm.momentum), op.Mul(value, 1 - norm.momentum))
+            after.shape = current[name].shape
+            current[name] = after
+    found = []
+    for name, value in current.items():
+        built.give(value, f"stat_work_out/{name}", "tensor", f"statistics_work/{name}", f"stat_work/{name}")
+        found.append((name, _static(value.shape)))
     return tuple(found)
 
 

@@ -348,6 +348,31 @@ def test_batch_norm_of_any_rank(export, drive, shape):
     np.testing.assert_allclose(driver.view("statistics/1.running_var"), net[1].running_var, rtol=1e-5)
 
 
+def test_a_batch_norm_that_is_used_twice(export, drive):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(2)
+            self.norm = nn.BatchNorm1d(3)
+            nn.init.uniform_(self.norm.weight, 0.5, 1.5)
+
+        def forward(self, x):
+            return self.norm(torch.tanh(self.norm(x)))
+
+    net = Twice()
+    bundle = build(export(net, torch.randn(4, 3), train=True), loss="mse", optimizer=SGD(lr=0.1), level="O0")
+    assert "2 parameters are read by several nodes" in bundle.manifest.notes[0]
+    net = copy.deepcopy(net).train()
+    x, y = torch.randn(6, 3) * 3, torch.randn(6, 3)
+    driver = drive(bundle)
+    driver.step({"x0": x.numpy(), "labels": y.numpy()})
+    F.mse_loss(net(x), y).backward()
+    np.testing.assert_allclose(driver.view("statistics/norm.running_mean"), net.norm.running_mean, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(driver.view("statistics/norm.running_var"), net.norm.running_var, rtol=1e-5)
+    expected = (net.norm.weight - 0.1 * net.norm.weight.grad).detach()
+    np.testing.assert_allclose(driver.view("master/norm.weight"), expected, rtol=1e-5)
+
+
 def test_average_of_the_parameters(export, drive):
     bundle = build(export(_mlp(), torch.randn(2, 6)), loss="mse", optimizer=SGD(lr=0.1), level="O2", ema=0.75)
     driver, batch = drive(bundle), _batch(labels="floats")
