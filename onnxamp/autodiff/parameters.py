@@ -64,6 +64,9 @@ _SETTINGS: dict[str, frozenset[int]] = {
 
 # What a parameter may pass on its way to its slot.
 _PASSED = frozenset({"Identity", "Transpose", "Reshape", "Cast", "Unsqueeze", "Squeeze", "Flatten"})
+# What exporters reorder the gates of recurrent weights with.
+_REGROUPED = frozenset({"Slice", "Concat"})
+_RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 # Below this number of elements equal content says nothing about ties.
 _TIE_ELEMENTS = 64
 
@@ -141,7 +144,8 @@ def classify(model: ir.Model) -> Parameters:
 
     Trainable are those that reach a parameter slot (weights and biases of heavy operators and normalizations, PRelu,
     Gather data) through Identity, Transpose, Reshape or Cast, the last-axis biases of Add, and the last-axis scales of a
-    normalization that is written out (Mul of x / √v). Initializers of subgraphs are constants.
+    normalization that is written out (Mul of x / √v). Weights of recurrent operators may also pass Slice and Concat, with
+    which exporters reorder their gates. Initializers of subgraphs are constants.
     """
     classes: dict[str, list[Parameter]] = {"trainable": [], "unsure": [], "frozen": [], "buffers": []}
     tied: dict[str, tuple[str, ...]] = {}
@@ -181,12 +185,16 @@ def _class(uses: tuple[Use, ...]) -> tuple[str, str]:
     return "unsure", f"operand of {first.op}"
 
 
-def _uses(value: ir.Value, origin: ir.Value | None = None) -> Iterator[Use]:
-    origin = value if origin is None else origin
+def _uses(value: ir.Value) -> Iterator[Use]:
     for node, position in value.uses():
         if node.domain == "" and node.op_type in _PASSED and position == 0:
-            yield from _uses(node.outputs[0], origin)
+            yield from _uses(node.outputs[0])
             continue
+        if node.domain == "" and node.op_type in _REGROUPED:
+            uses = list(_uses(node.outputs[0]))
+            if uses and all(use.op in _RECURRENT and use.role for use in uses):
+                yield from uses
+                continue
         role = _role(node, position, value)
         yield Use(node.name or str(node.outputs[0].name), node.op_type, position, role)
 

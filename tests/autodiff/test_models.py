@@ -144,7 +144,6 @@ def tensors_of(proto, module):
         (Encoder, encoder_data, False, False, False),
         (Gpt, gpt_data, False, True, True),
         (Gpt, gpt_data, False, False, True),
-        (Gpt, gpt_data, False, True, False),
     ],
 )
 def test_gradients_equal_autograd(kind, data, training, dynamo, dynamic):
