@@ -108,7 +108,8 @@ class Editor:
     def move(self) -> set[Fact] | None:
         graph = self.model.graph
         nodes = list(graph.node)
-        rows = [n for n in nodes if n.op_type != "Constant"]
+        made = ("_inserted", "_down", "_upward")  # nodes that only one model has pin no order
+        rows = [n for n in nodes if n.op_type != "Constant" and not n.name.endswith(made)]
         place = {n.output[0]: k for k, n in enumerate(nodes)}
         choices = []
         for k, node in enumerate(nodes):
