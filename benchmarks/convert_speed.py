@@ -3,7 +3,8 @@
     python benchmarks/convert_speed.py [--write]
 
 `heavy`: MatMul, Add, Relu, Softmax in a chain. `free`: a chain without heavy node. `fan`: one value with a consumer for each node. Imports
-and the making of the graphs are not timed; each figure is processor time, the best of three. `--write` puts the table into benchmarks/results.
+and the making of the graphs are not timed; each figure is processor time, the better of two. `--write` puts the table into
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ GRAPHS = {
 
 
 def seconds(source: onnx.ModelProto, **options: str) -> float:
-    """The best of three conversions."""
+    """The better of two conversions."""
     times = []
-    for _ in range(3):
+    for _ in range(2):
         start = time.process_time()
         onnxamp.convert(source, **options)  # type: ignore[arg-type]
         times.append(time.process_time() - start)
