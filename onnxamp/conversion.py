@@ -158,7 +158,9 @@ def _convert(
         if inline_float_functions(model):
             types.infer(model)
             # What replaces the result of a call has its name.
-            declared.update((value, names.get(value.name)) for value in all_values(model.graph) if value not in declared)
+            declared.update(
+                (value, names.get(value.name)) for value in all_values(model.graph) if value not in declared
+            )
     if converted_with(model) is None:
         plan, summary = _rewrite(model, options)
     else:
