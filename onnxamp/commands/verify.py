@@ -182,11 +182,12 @@ def _where(result: VerifyResult) -> str:
 
     found = result.divergence
     assert found is not None
-    what = (
-        "its value is not finite" if found.kind == "non-finite" else f"its value has {found.snr:.1f} dB left"
-    ) + f"; the reference reaches {console.number(found.largest)}"
+    what = "its value is not finite" if found.kind == "non-finite" else f"its value has {found.snr:.1f} dB left"
     decided = f", {found.precision} by {found.code}" if found.code else ""
-    return f"First at node {found.node!r} ({found.op_type}{decided}), result {found.value!r}: {what}."
+    where = f"node {found.node!r} ({found.op_type}{decided}), result {found.value!r}"
+    if found.kind == "lowest":
+        return f"No single node spoils it; the lowest is {where}: {what}."
+    return f"First at {where}: {what}; the reference reaches {console.number(found.largest)}."
 
 
 def _verdict(result: VerifyResult) -> str:

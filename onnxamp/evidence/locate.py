@@ -29,7 +29,7 @@ class Divergence:
         node: Name of the node (of its first result if it has none).
         op_type: Its operator.
         value: The result that differs.
-        kind: ``non-finite`` or ``diverges``.
+        kind: ``non-finite``, ``diverges``, or ``lowest``: no value is off by much, and this one is off most.
         snr: Signal-to-noise ratio of the value in dB.
         largest: Largest finite size in the reference: beyond the type's range is overflow.
         precision: The node's precision as onnxamp decided it; empty without metadata.
@@ -81,7 +81,7 @@ def first_divergence(
             if found.snr < DIVERGED_DB and diverged is None:
                 diverged = _divergence(pair, "diverges", found.snr, want)
             if lowest is None or found.snr < lowest.snr:
-                lowest = _divergence(pair, "diverges", found.snr, want)
+                lowest = _divergence(pair, "lowest", found.snr, want)
     except AmpError:  # inner values that the runtime cannot give; the verdict stands without a place
         return None
     return diverged or lowest

@@ -125,7 +125,7 @@ def test_tolerance_decides() -> None:
     result = check(REFERENCE, LOW, SMALL, {"snr": 120})
     assert result.outputs[0].missed[0].startswith("snr ")
     assert result.divergence is not None
-    assert result.divergence.kind == "diverges"
+    assert result.divergence.kind == "lowest"
     assert check(REFERENCE, LOW, LARGE, Tolerance(nonfinite=None)).passed
     assert check(REFERENCE, LOW, SMALL, {"snr": None}).tolerance.cosine == 0.999
     with pytest.raises(UsageError, match="kosine"):
