@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import itertools
 import json
 import zlib
 from collections.abc import Iterable
@@ -102,7 +103,11 @@ def page(title: str, sections: Iterable[Section], *, subtitle: str = "") -> str:
         subtitle: A line under the heading.
     """
     data: dict[str, object] = {}
-    body = "\n".join(f"<section>{_section(section, data)}</section>" for section in sections)
+    parts = []
+    for plots, group in itertools.groupby(sections, lambda section: isinstance(section, LinePlot)):
+        inner = "\n".join(f"<section>{_section(section, data)}</section>" for section in group)
+        parts.append(f'<div class="plots">{inner}</div>' if plots else inner)
+    body = "\n".join(parts)
     script = _asset("page.js")
     if data:
         script += "\n" + _asset("graph.js")
