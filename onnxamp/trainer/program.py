@@ -17,8 +17,8 @@ from onnxamp.ort.aliasing import Aliasing
 from onnxamp.ort.binding import Binding
 from onnxamp.ort.session import SessionConfig, open_session
 from onnxamp.ort.values import Buffer, View, element_type
-from onnxamp.trainer.arenas import Arenas, Block, Piece, numpy_dtype
-from onnxamp.training.manifest import GraphPorts, Port
+from onnxamp.trainer.arenas import FLOAT, Arenas, Block, Piece, numpy_dtype
+from onnxamp.training.manifest import GraphPorts, Manifest, Port
 
 _STATE = ("tensor", "arena", "slice")
 
@@ -41,6 +41,17 @@ class Results:
             nbytes = max(int(np.prod(shape)) * dtype.itemsize, 1)
             self._views[ref] = Buffer(nbytes, *self._device).view(0, shape, element_type(dtype))
         return self._views[ref]
+
+
+def segment_scalars(manifest: Manifest, device: str) -> tuple[dict[str, View], ...]:
+    """For each segment the memory of its scalars, by name."""
+    segments = []
+    for segment in manifest.segments:
+        views = {name: Buffer(4, device).view(0, (), FLOAT) for name in segment.scalars}
+        for name, value in segment.scalars.items():
+            views[name].write(np.array(value, np.float32))
+        segments.append(views)
+    return tuple(segments)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from onnxamp.conversion import convert
 from onnxamp.errors import ModelError, UsageError
 from onnxamp.model import io
-from onnxamp.ort.providers import provider_list, short_name
-from onnxamp.ort.session import SessionConfig, open_session
+from onnxamp.ort.session import SessionConfig
 from onnxamp.ort.values import Buffer, View
 from onnxamp.passes.emulate import emulate
 from onnxamp.trainer import checkpoint
@@ -25,12 +24,13 @@ from onnxamp.trainer.arenas import FLOAT, Arenas, numpy_dtype
 from onnxamp.trainer.batch import BatchCheck
 from onnxamp.trainer.collective import Collective, SingleProcess
 from onnxamp.trainer.data import Field
+from onnxamp.trainer.device import find_device
 from onnxamp.trainer.evaluator import Evaluator, without_loss
 from onnxamp.trainer.gradient import Gradient
 from onnxamp.trainer.inference import inference_model
 from onnxamp.trainer.loop import Loop, StepResult, Window
 from onnxamp.trainer.outputs import metric_options
-from onnxamp.trainer.program import Place, Program, Results
+from onnxamp.trainer.program import Place, Program, Results, segment_scalars
 from onnxamp.trainer.update import Update
 from onnxamp.training.bundle import Bundle
 from onnxamp.training.evaluation import evaluation_graph
@@ -40,11 +40,6 @@ if TYPE_CHECKING:
     from onnxamp.trainer.metrics import Metric
 
 Batch = Mapping[str, NDArray[Any]]
-
-# Providers with memory of their own, as ONNX Runtime calls the device.
-_DEVICES = {"cuda": "cuda", "cann": "cann", "rocm": "cuda", "migraphx": "cuda"}
-# Providers that compute in 16 bits where a graph says so. Elsewhere the rounding of each node is made explicit.
-_COMPUTES_LOW = frozenset({"cuda", "tensorrt", "tensorrt-rtx", "cann", "rocm", "migraphx"})
 
 
 class Trainer:
@@ -83,15 +78,16 @@ class Trainer:
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.load(bundle)
         self.manifest = self.bundle.manifest
         self.position: dict[str, Any] = {}
-        self.provider = _resolve(provider)
+        self._device = find_device(provider)
+        self.provider = self._device.provider
         self.collective: Collective = collective or SingleProcess()
-        device = _DEVICES.get(self.provider, "cpu")
+        device = self._device.memory
         self._config = SessionConfig(provider=self.provider, threads=threads, memory_pattern=False)
         self._arenas = Arenas(self.manifest, device)
         self._arenas.load(self.bundle.state)
         self._agree()
         self._environment = checkpoint.environment(self.provider, threads)
-        place = Place(self._arenas, Results(device), self._config, in_place, self._segment_scalars(device))
+        place = Place(self._arenas, Results(device), self._config, in_place, segment_scalars(self.manifest, device))
         graphs = self.manifest.graphs
         self._grad = Gradient(self._executable("grad"), graphs["grad"], place)
         self._reduce = Program(self._executable("reduce"), graphs["reduce"], place)
@@ -359,7 +355,7 @@ class Trainer:
         """A graph of the bundle as this provider is to run it."""
         graph = self.bundle.graphs[name]
         low = self.manifest.level != "O0" and name in ("grad", "eval")
-        return emulate(graph) if low and self.provider not in _COMPUTES_LOW else graph
+        return emulate(graph) if low and not self._device.computes_low else graph
 
     @functools.cached_property
     def _working(self) -> Evaluator:
@@ -371,7 +367,7 @@ class Trainer:
             level, dtype = level or "O0", dtype or self.manifest.dtype
             model = self.inference_model(weights=role)
             graph, ports = evaluation_graph(model, self.manifest.options, level, dtype)
-            if level != "O0" and self.provider not in _COMPUTES_LOW:
+            if level != "O0" and not self._device.computes_low:
                 graph = emulate(graph)
             return Evaluator(graph, ports, self._arenas, self._config)
         if not self._average(weights):
@@ -402,26 +398,6 @@ class Trainer:
         shared.write(totals.astype(np.float32))
         self.collective.all_reduce(shared)
         return shared.read().astype(np.float64)
-
-    def _segment_scalars(self, device: str) -> tuple[dict[str, View], ...]:
-        segments = []
-        for segment in self.manifest.segments:
-            views = {name: Buffer(4, device).view(0, (), FLOAT) for name in segment.scalars}
-            for name, value in segment.scalars.items():
-                views[name].write(np.array(value, np.float32))
-            segments.append(views)
-        return tuple(segments)
-
-
-def _resolve(provider: str) -> str:
-    """The short name of the provider that sessions will really get."""
-    names = provider_list(provider)
-    if provider == "auto" and short_name(names[0]) != "cpu":
-        x, y = (ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1])) for name in "xy")
-        graph = ir.Graph([x], [y], nodes=[ir.node("Neg", [x], outputs=[y])], opset_imports={"": 21}, name="probe")
-        session = open_session(ir.Model(graph, ir_version=10), SessionConfig(provider))
-        return short_name(session.get_providers()[0])
-    return short_name(names[0])
 
 
 def _digest(bundle: Bundle) -> str:

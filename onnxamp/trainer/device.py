@@ -1,0 +1,45 @@
+"""Where a trainer computes: the provider that sessions really get, and the memory that it reads and writes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import onnx_ir as ir
+
+from onnxamp.ort.providers import provider_list, short_name
+from onnxamp.ort.session import SessionConfig, open_session
+
+# Providers with memory of their own, as ONNX Runtime calls the device.
+_MEMORY = {"cuda": "cuda", "cann": "cann", "rocm": "cuda", "migraphx": "cuda"}
+_COMPUTES_LOW = frozenset({"cuda", "tensorrt", "tensorrt-rtx", "cann", "rocm", "migraphx"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A provider with its memory.
+
+    Attributes:
+        provider: Its short name.
+        memory: What ONNX Runtime calls the device that the state lies on.
+        computes_low: It computes in 16 bits where a graph says so. Elsewhere the rounding of each node is made explicit.
+    """
+
+    provider: str
+    memory: str
+    computes_low: bool
+
+
+def find_device(provider: str) -> Device:
+    """The device that sessions asked for by `provider` run on; ``auto`` may have to fall back to the CPU.
+
+    Raises:
+        UsageError: No such provider exists.
+        RuntimeMissingError: The installed runtime does not have it.
+    """
+    name = short_name(provider_list(provider)[0])
+    if provider == "auto" and name != "cpu":
+        x, y = (ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1])) for name in "xy")
+        graph = ir.Graph([x], [y], nodes=[ir.node("Neg", [x], outputs=[y])], opset_imports={"": 21}, name="probe")
+        session = open_session(ir.Model(graph, ir_version=10), SessionConfig(provider))
+        name = short_name(session.get_providers()[0])
+    return Device(name, _MEMORY.get(name, "cpu"), name in _COMPUTES_LOW)
