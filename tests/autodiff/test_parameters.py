@@ -107,6 +107,26 @@ def test_equal_tensors_are_reported_transposed_or_not():
     assert classify(model).copies == (("b", "c"),)
 
 
+def test_recurrent_weights_pass_slice_and_concat():
+    text = """g (float[4, 2, 3] x) => (float[4, 1, 2, 5] y)
+        { a = Slice(w, z, five) b = Slice(w, five, ten) c = Concat<axis=0>(b, a, a, b) d = Unsqueeze(c, z)
+          y = LSTM<hidden_size=5>(x, d, r) }"""
+    proto = with_weights(
+        parse(text), w=(10, 3), r=(1, 20, 5), z=np.asarray([0]), five=np.asarray([5]), ten=np.asarray([10])
+    )
+    model = ir.from_proto(proto)
+    infer(model)
+    assert [(p.name, p.reason) for p in classify(model).trainable] == [("w", "weight of LSTM"), ("r", "weight of LSTM")]
+    proto.graph.node[-1].op_type = "Identity"
+    del proto.graph.node[-1].input[1:], proto.graph.node[-1].attribute[:]
+    proto.graph.node[-1].input[0] = "d"
+    del proto.graph.output[0]
+    proto.graph.output.append(onnx.helper.make_tensor_value_info("y", 1, None))
+    model = ir.from_proto(proto)
+    infer(model)
+    assert [p.name for p in classify(model).unsure] == ["w"]
+
+
 def test_inspection():
     model = prepare(net())
     found = inspect(model)
