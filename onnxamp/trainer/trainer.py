@@ -34,6 +34,7 @@ from onnxamp.trainer.program import Place, Program, Results, segment_scalars
 from onnxamp.trainer.update import Update
 from onnxamp.training.bundle import Bundle
 from onnxamp.training.evaluation import evaluation_graph
+from onnxamp.training.manifest import Port
 
 if TYPE_CHECKING:
     from onnxamp.trainer.fit import History
@@ -93,9 +94,7 @@ class Trainer:
         self._reduce = Program(self._executable("reduce"), graphs["reduce"], place)
         self._update = Update(self._executable("update"), graphs["update"], place, threads)
         self._grad.program(accumulate == 1)  # what cannot run here should be said now
-        self._check = BatchCheck(
-            graphs["grad"].of_kind("data", "labels", "weights"), self.manifest.rows, self.manifest.labels
-        )
+        self._check = BatchCheck(self._batch_ports(), self.manifest.rows, self.manifest.labels)
         self._loop = Loop(
             self.manifest,
             self._arenas,
@@ -121,8 +120,7 @@ class Trainer:
     @property
     def fields(self) -> tuple[Field, ...]:
         """The arrays that a batch has: the model's inputs, `labels`, and `weights` (optional)."""
-        ports = self.manifest.graphs["grad"].of_kind("data", "labels", "weights")
-        return tuple(Field(port.name, numpy_dtype(port.dtype), port.shape) for port in ports)
+        return tuple(Field(port.name, numpy_dtype(port.dtype), port.shape) for port in self._batch_ports())
 
     @property
     def metric_options(self) -> dict[str, Any]:
@@ -204,6 +202,8 @@ class Trainer:
         totals = np.zeros(2)
         output = next(iter(self.bundle.model.graph.outputs)).name
         for batch in [data] if isinstance(data, Mapping) else data:
+            if metrics and "labels" not in batch:
+                raise UsageError("Metrics compare with labels, and the data have none.")
             outputs = evaluator.run(self._check(batch))
             totals += evaluator.sums.read()
             for each in metrics:
@@ -350,6 +350,12 @@ class Trainer:
         trainer._loop.restore(Window(progress.micro_steps, progress.rows, progress.nan))
         trainer.position = dict(progress.position)
         return trainer
+
+    def _batch_ports(self) -> tuple[Port, ...]:
+        """What a batch has: an input that only an output of the model needs is not in grad.onnx."""
+        trained = self.manifest.graphs["grad"].of_kind("data", "labels", "weights")
+        known = {port.name for port in trained}
+        return (*trained, *(port for port in self.manifest.graphs["eval"].of_kind("data") if port.name not in known))
 
     def _executable(self, name: str) -> ir.Model:
         """A graph of the bundle as this provider is to run it."""

@@ -5,6 +5,7 @@ import onnx
 import pytest
 
 from onnxamp import training
+from onnxamp.errors import DataError
 from onnxamp.trainer.trainer import Trainer
 
 ROWS, FEATURES, CLASSES = 23, 5, 4
@@ -142,3 +143,24 @@ def test_a_window_of_one_micro_batch_has_the_bits_of_the_accumulating_graph():
         for tensor in alone.manifest.tensors:
             np.testing.assert_array_equal(alone._arenas.tensor(tensor.key), flushed._arenas.tensor(tensor.key))
     assert alone.step == flushed.step >= 5
+
+
+def test_an_input_that_only_another_output_needs_is_part_of_the_batch():
+    model = _model(f"n,{CLASSES}", PLAIN + "\nz = Mul(y, side)", CLASSES)
+    model.graph.input.append(onnx.helper.make_tensor_value_info("side", 1, ["n", 1]))
+    model.graph.output.append(onnx.helper.make_tensor_value_info("z", 1, ["n", CLASSES]))
+    bundle = training.build(model, loss="cross_entropy", optimizer="sgd", level="O0", output="y")
+    trainer = Trainer(bundle, "cpu", threads=1)
+    assert [field.name for field in trainer.fields] == ["x", "labels", "weights", "side"]
+    rng = np.random.default_rng(0)
+    batch = {
+        "x": rng.standard_normal((3, FEATURES), np.float32),
+        "side": np.full((3, 1), 2, np.float32),
+        "labels": np.array([0, 1, 2]),
+    }
+    assert trainer.micro_step(batch).applied
+    outputs = trainer.predict(batch)
+    np.testing.assert_allclose(outputs["z"], 2 * outputs["y"])
+    assert trainer.evaluate(batch)["loss"] > 0
+    with pytest.raises(DataError, match="lacks 'side'"):
+        trainer.micro_step({"x": batch["x"], "labels": batch["labels"]})
