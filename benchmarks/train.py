@@ -283,7 +283,8 @@ def write(table: str, arguments: argparse.Namespace) -> None:
 {datetime.date.today()}, {cpu or platform.processor()}, {arguments.threads} threads, ONNX Runtime {onnxruntime.__version__}, PyTorch
 {torch.__version__}, Python {platform.python_version()}. AdamW, fp32 unless stated;
 {arguments.rounds} interleaved rounds of {arguments.steps} steps, medians.
-Made by `python benchmarks/train.py`.
+Made by `python benchmarks/train.py`; load average of the machine while it ran: {os.getloadavg()[1]:.1f} (its own threads
+included; where it is far above {arguments.threads}, other programs ran too and only ratios mean something).
 
 {table}
 
