@@ -277,6 +277,7 @@ def test_stuck_counts_skips_in_a_row_at_the_floor(export, drive):
     reports = [driver.step(bad) for _ in range(4)]
     assert [report["stuck"] for report in reports] == [0, 0, 1, 2]
     assert [report["next_loss_scale"] for report in reports] == [2, 1, 1, 1]
+    assert driver.step({**batch, "weights": np.zeros(ROWS, np.float32)})["stuck"] == 2  # an empty window says nothing
     assert driver.step(batch)["stuck"] == 0
     assert bundle.manifest.limits == {"floor": 1.0, "patience": 50}
 
