@@ -13,11 +13,17 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import load_file, save_file
 
+import onnxamp
 from onnxamp import cli
+from onnxamp.ort.session import open_session
+from onnxamp.ort.session import run as run_session
+from onnxamp.passes.emulate import emulate
 from onnxamp.trainer.tracking import read_metrics
+from onnxamp.training import build
 
 MODELS = Path(__file__).parents[2] / "models"
 TRAIN, TEST = MODELS / "digits_train.npz", MODELS / "digits_test.npz"
@@ -451,3 +457,20 @@ def test_a_full_disk_leaves_the_checkpoints_before(place, call, monkeypatch):
     assert "the disk is full; what was saved before is intact" in err
     monkeypatch.undo()
     assert last(place / "full")
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O0", "fp16"), ("O2", "fp16"), ("O2", "bf16")])
+def test_an_export_gives_what_evaluation_at_its_level_gives(place, level, dtype):
+    model = place / "mlp.onnx"
+    data = dict(np.load(place / "train.npz"))
+    trainer = onnxamp.Trainer(build(model, loss="cross_entropy", optimizer="adamw", level=level, dtype=dtype), "cpu")
+    trainer.fit(data, epochs=1, batch_size=64)
+    exported = emulate(trainer.inference_model(level, dtype))
+    assert not [name for node in exported.graph for name in node.metadata_props if name == "onnxamp.backward"]
+    (logits,) = run_session(open_session(exported), {"image": data["image"]}).values()
+    tolerance = 1e-5 if level == "O0" else 2 * (2**-10 if dtype == "fp16" else 2**-7)
+    wanted = trainer.predict({"image": data["image"]})["logits"]
+    assert np.abs(logits - wanted).max() <= tolerance * np.abs(wanted).max()
+    loss = trainer.evaluate(data)["loss"]
+    picked = torch.nn.functional.cross_entropy(torch.tensor(logits).double(), torch.tensor(data["labels"]))
+    assert float(picked) == pytest.approx(loss, rel=tolerance)

@@ -1,0 +1,17 @@
+"""An example runs as it is written and reaches what it states; the longer ones are run by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_regression(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLES / "regression.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("after: ")
