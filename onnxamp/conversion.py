@@ -92,6 +92,7 @@ def convert(
     lower_op: Iterable[str] = (),
     dim: Mapping[str, int] | None = None,
     policy: str | os.PathLike[str] | None = None,
+    ranges: Mapping[str, float] | None = None,
 ) -> ConvertResult:
     """Rewrite a model to mixed precision. The argument is not changed; unchanged weights are shared with it.
 
@@ -108,6 +109,8 @@ def convert(
         lower_op: Operators that become 16-bit where that is legal.
         dim: Sizes of named dimensions for the traffic model.
         policy: A policy file (TOML).
+        ranges: Largest sizes of values by name, as `onnxamp.evidence.calibrate` measured them: what leaves the 16-bit range less headroom
+            stays fp32, what is well inside needs no fp32 for fear of its range.
 
     Raises:
         UsageError: The options contradict each other or the model, or the model was converted before with others.
@@ -126,12 +129,21 @@ def convert(
         dim=tuple(sorted((dim or {}).items())),
         policy=_read_policy(policy),
     )
-    return _convert(model, options, keep_shapes=False)
+    return convert_with(model, options, ranges)
+
+
+def convert_with(
+    model: str | os.PathLike[str] | onnx.ModelProto | ir.Model,
+    options: Options,
+    ranges: Mapping[str, float] | None = None,
+) -> ConvertResult:
+    """`convert` with all that was asked for in one object."""
+    return _convert(model, options, ranges, keep_shapes=False)
 
 
 def mixed(model: ir.Model, options: Options) -> ConvertResult:
     """`convert` for a caller that goes on with the graph: all inferred shapes stay on the values."""
-    return _convert(model, options, keep_shapes=True)
+    return _convert(model, options, None, keep_shapes=True)
 
 
 def _patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
@@ -147,7 +159,11 @@ def _read_policy(policy: str | os.PathLike[str] | None) -> tuple[tuple[str, str]
 
 
 def _convert(
-    source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, options: Options, *, keep_shapes: bool
+    source: str | os.PathLike[str] | onnx.ModelProto | ir.Model,
+    options: Options,
+    ranges: Mapping[str, float] | None,
+    *,
+    keep_shapes: bool,
 ) -> ConvertResult:
     model = io.load(source)
     refuse_other_options(model, options)
@@ -162,7 +178,7 @@ def _convert(
                 (value, names.get(value.name)) for value in all_values(model.graph) if value not in declared
             )
     if converted_with(model) is None:
-        plan, summary = _rewrite(model, options)
+        plan, summary = _rewrite(model, options, ranges)
     else:
         plan = recorded_plan(model, options)
         summary = Summary.from_json(model.metadata_props[_SUMMARY])
@@ -171,10 +187,10 @@ def _convert(
     return ConvertResult(model, plan, summary)
 
 
-def _rewrite(model: ir.Model, options: Options) -> tuple[Plan, Summary]:
+def _rewrite(model: ir.Model, options: Options, ranges: Mapping[str, float] | None) -> tuple[Plan, Summary]:
     graph = type_graph(model)
     before = sum(constant_tensor(value).nbytes for value in graph.constants)
-    plan = make_plan(graph, options)
+    plan = make_plan(graph, options, ranges)
     for rewrite in (RetypePass, ConvertConstantsPass, InsertCastsPass, AnnotatePass):
         rewrite(plan)(model)
     summary = _summarize(model, plan, before)

@@ -8,6 +8,8 @@ import click
 
 if TYPE_CHECKING:
     from onnxamp.conversion import ConvertResult, Summary
+    from onnxamp.evidence.calibration import Calibration
+    from onnxamp.evidence.observe import Observed
     from onnxamp.policy.plan import Plan
 
 
@@ -50,10 +52,12 @@ if TYPE_CHECKING:
               help="Write every decision (.json), or a page that shows the graph (.html).")  # fmt: skip
 @click.option("--verify", "verified", is_flag=True, help="Compare the result with the input, as `onnxamp verify` does.")
 @click.option("--data", type=click.Path(), help="Inputs for --verify: an .npz file or a folder. Made up else.")
+@click.option("--calibrate", type=click.Path(), metavar="DATA|made-up",
+              help="Decide with the ranges that values reach on these inputs.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite files that exist.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(model: str, output: str | None, report: tuple[str, ...], verified: bool, data: str | None, force: bool,
-            as_json: bool, plan_only: bool, dim: tuple[str, ...], **choices: Any) -> int:  # fmt: skip
+            calibrate: str | None, as_json: bool, plan_only: bool, dim: tuple[str, ...], **choices: Any) -> int:  # fmt: skip
     """Rewrite MODEL to mixed precision: Casts where they are needed, FP32 where it must be, a reason for each decision."""
     from onnxamp import console
     from onnxamp.commands._options import check_outputs, sizes
@@ -67,6 +71,14 @@ def command(model: str, output: str | None, report: tuple[str, ...], verified: b
         from onnxamp.errors import UsageError
 
         raise UsageError("--data is for --verify: add --verify.")
+    calibration = None
+    if calibrate is not None:
+        from onnxamp.evidence.calibration import calibrate as measure
+
+        with console.progress(f"calibrating {model}"):
+            given = None if calibrate == "made-up" else calibrate
+            calibration = measure(model, given, dtype=choices["dtype"], dim=dims)
+        choices["ranges"] = calibration.ranges
     with console.progress(f"converting {model}"):
         result = convert(model, dim=dims, **choices)
     if plan_only:
@@ -87,6 +99,8 @@ def command(model: str, output: str | None, report: tuple[str, ...], verified: b
         with console.progress("verifying"):
             evidence = verify(model, path, data, dim=_known(dims, result), count=4)
     found = {"model": model, "output": path, **summary_dict(result.summary)}
+    if calibration is not None:
+        found["calibration"] = calibration_dict(calibration, result.plan)
     if evidence is not None:
         found["verify"] = evidence.to_dict()
     for file in report:
@@ -94,7 +108,10 @@ def command(model: str, output: str | None, report: tuple[str, ...], verified: b
     if as_json:
         console.print_json(found)
     else:
-        console.show(console.facts(summary_rows(path, result.summary)))
+        rows = summary_rows(path, result.summary)
+        if calibration is not None:
+            rows += calibration_rows(calibration, result.plan)
+        console.show(console.facts(rows))
         if evidence is not None:
             from onnxamp.commands.verify import show
 
@@ -196,6 +213,44 @@ def summary_rows(path: str, summary: Summary) -> list[tuple[str, str]]:
     for index, (name, change) in enumerate(summary.changed.items()):
         rows.append(("constants changed" if index == 0 else "", f"{name}: {change_text(change)}"))
     return rows
+
+
+def calibration_dict(calibration: Calibration, plan: Plan) -> dict[str, Any]:
+    """What calibration saw, and the values that stay fp32 for it, in JSON types."""
+    return {
+        "samples": calibration.samples,
+        "data": calibration.source,
+        "made_up": calibration.made_up,
+        "limit": calibration.limit,
+        "beyond": [
+            {"value": row.value, "largest": row.absmax, "batch": row.batch} for row in _raised(calibration, plan)
+        ],
+        "warnings": calibration.warnings(),
+    }
+
+
+def calibration_rows(calibration: Calibration, plan: Plan) -> list[tuple[str, str]]:
+    """The same as lines of the table that ends a conversion."""
+    from onnxamp.console import number
+
+    raised = _raised(calibration, plan)
+    rows = [
+        (
+            "calibrated",
+            f"{calibration.samples} samples from {calibration.source}; {len(raised)} values above {number(calibration.limit)} stay fp32",
+        )
+    ]
+    rows += [("", f"{row.value} reaches {number(row.absmax)}") for row in raised[:5]]
+    rows += [("warning", text) for text in calibration.warnings()]
+    return rows
+
+
+def _raised(calibration: Calibration, plan: Plan) -> list[Observed]:
+    """The values beyond the ordinary range whose writer stays fp32 for it; masks are clamped, for example."""
+    from onnxamp.policy import codes
+
+    names = {decision.evidence.get("value") for decision in plan.decisions.values() if decision.code == codes.RANGE}
+    return [row for row in calibration.beyond if row.value in names]
 
 
 def change_text(change: dict[str, object]) -> str:

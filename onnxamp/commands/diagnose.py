@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from onnxamp.evidence.observe import Observed
     from onnxamp.trainer.diagnose import BadData, Diagnosis
-    from onnxamp.trainer.observe import Observed
 
 _COLUMNS = ("value", "node", "half", "type", "smallest", "largest", "NaN", "Inf", "overflow", "underflow")
 

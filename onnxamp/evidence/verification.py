@@ -18,20 +18,17 @@ import onnx_ir as ir
 
 from onnxamp.dtypes import BF16, BY_IR, BY_NAME, FP16, LOW
 from onnxamp.errors import DataError, ModelError, UnsupportedError
-from onnxamp.evidence import synthesis
-from onnxamp.evidence.inputs import Data, Sample, model_inputs, samples
+from onnxamp.evidence.inputs import Data, Sample
 from onnxamp.evidence.locate import Divergence, first_divergence
 from onnxamp.evidence.metrics import Difference, difference, is_float, worse
+from onnxamp.evidence.sampling import Model, choose, prepared
 from onnxamp.evidence.ties import picking, unexplained
 from onnxamp.evidence.tolerance import DEFAULTS, Tolerance
 from onnxamp.evidence.values import Fetcher, matched
-from onnxamp.model import io, types
-from onnxamp.model.inlining import inline_float_functions
+from onnxamp.model import io
 from onnxamp.ort import worker
 from onnxamp.ort.session import SessionConfig, open_session, run
 from onnxamp.passes.emulate import emulate
-
-Model = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,25 +114,21 @@ def verify(
         UnsupportedError: ONNX Runtime has no kernel for a node, or inputs cannot be made up.
         RuntimeMissingError: No ONNX Runtime, or not the provider.
     """
-    ours, theirs = _prepared(reference), _prepared(candidate)
+    ours, theirs = prepared(reference), prepared(candidate)
     _same_interface(ours, theirs)
-    precision = _precision(theirs)
+    precision = precision_of(theirs)
     bounds = _bounds(tolerance, precision)
     config = SessionConfig(provider=provider)
-    judged = [emulate(model) if _precision(model) != "fp32" else model for model in (ours, theirs)]
+    judged = [emulate(model) if precision_of(model) != "fp32" else model for model in (ours, theirs)]
     sessions = [open_session(model, config) for model in judged]
-    if data is None:
-        made, source = _made_up(ours, sessions[0], dim, count, seed)
-        feeds = iter(made)
-    else:
-        feeds = samples(data, model_inputs(ours))
-        source = os.fspath(data) if isinstance(data, (str, os.PathLike)) else "the data given"
+    feeds = choose(ours, sessions[0], data, dim=dim, count=count, seed=seed)
+    source = feeds.source
     comparison = _Comparison(ours, judged, bounds, config)
     first: tuple[Sample, Sample] | None = None
     problems: list[str] = []
     notes: list[str] = []
     for sample in feeds:
-        pair = (sample, _cast(sample, theirs))
+        pair = (sample, cast_sample(sample, theirs))
         first = first or pair
         try:
             expected = run(sessions[0], pair[0])
@@ -174,31 +167,6 @@ def verify(
         notes=tuple(notes),
         divergence=divergence,
     )
-
-
-def _made_up(
-    model: ir.Model, session: Any, dim: Mapping[str, int] | None, count: int, seed: int
-) -> tuple[list[Sample], str]:
-    """Samples made up from `model`, of the first size of free dimensions with which it runs, and the words for them."""
-    first: DataError | None = None
-    tried = set()
-    for other in (synthesis.OTHER, *synthesis.ALTERNATIVES):
-        made, sizes = synthesis.synthesize(model, count, dim=dim, seed=seed, other=other)
-        source = synthesis.describe(made, sizes)
-        shapes = tuple(np.shape(value) for value in made[0].values())
-        if shapes in tried:  # nothing is free
-            continue
-        tried.add(shapes)
-        try:
-            run(session, made[0])
-        except DataError as problem:
-            first = first or DataError(
-                f"The reference does not run on {source}: {problem} Give real inputs with --data, or sizes with --dim."
-            )
-        else:
-            return made, source
-    assert first is not None
-    raise first
 
 
 class _Comparison:
@@ -278,15 +246,7 @@ class _Comparison:
         return max(0, mismatches - unexplained(node, (expected, got), picked))
 
 
-def _prepared(model: Model) -> ir.Model:
-    result = io.load(model)
-    types.infer(result)
-    if inline_float_functions(result):
-        types.infer(result)
-    return result
-
-
-def _precision(model: ir.Model) -> str:
+def precision_of(model: ir.Model) -> str:
     """The least precise float type that a value of `model` has."""
     kinds = {value.dtype for value in model.graph.inputs} | {value.dtype for value in model.graph.initializers.values()}
     kinds |= {value.dtype for node in model.graph.all_nodes() for value in node.outputs}
@@ -313,7 +273,7 @@ def _same_interface(reference: ir.Model, candidate: ir.Model) -> None:
             )
 
 
-def _cast(sample: Sample, candidate: ir.Model) -> Sample:
+def cast_sample(sample: Sample, candidate: ir.Model) -> Sample:
     """`sample` in the types of the candidate's inputs."""
     result = dict(sample)
     for value in candidate.graph.inputs:

@@ -15,10 +15,10 @@ import onnx_ir as ir
 from onnxamp.conversion import convert
 from onnxamp.dtypes import low_type
 from onnxamp.errors import AmpError, DataError
+from onnxamp.evidence.observe import Observed, observe
 from onnxamp.trainer.arenas import Arenas
 from onnxamp.trainer.batches import Batches, Binding
 from onnxamp.trainer.data import Array, Arrays, Batch
-from onnxamp.trainer.observe import Observed, observe
 from onnxamp.training.bundle import Bundle
 
 # Rows of a column that are looked at together in the search for NaN.

@@ -106,6 +106,8 @@ def observed_ranges(marks: Marks) -> None:
     seeds: list[tuple[ir.Value, str]] = []
     for value, unit in facts.graph.writer.items():
         largest = facts.ranges.get(value.name or "")
+        if unit in marks.masks.region:  # its size means nothing: masks are clamped
+            continue
         if largest is not None and largest * HEADROOM > facts.low.max:
             marks.fp32(unit, codes.RANGE, value=value.name, largest=largest, limit=facts.low.max / HEADROOM)
             if unit.node is not None:

@@ -15,9 +15,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.dtypes import BY_IR, FloatType
+from onnxamp.evidence.inputs import Array
+from onnxamp.model import types
 from onnxamp.ort.session import SessionConfig, open_session, run
 from onnxamp.passes.emulate import emulate
-from onnxamp.trainer.data import Array
 
 # Values of unknown size are fetched this many at a time, others up to this many bytes at a time.
 _UNKNOWN_AT_A_TIME = 16
@@ -117,12 +118,19 @@ def observe(model: ir.Model, batches: Iterable[Mapping[str, Any]], limits: Float
         batches: Feeds.
         limits: The 16-bit type that FP32 values are measured against (16-bit values are measured against their own).
     """
+    model = model.clone()
+    types.infer(model)
     rows, places = _points(model)
     emulated = emulate(model)
     graph = emulated.graph
     made = {value.name: value for node in graph for value in node.outputs}
+    fed: dict[str, list[Observed]] = {}
     fetched: dict[str, list[Observed]] = {}
+    inputs = {value.name for value in model.graph.inputs}
     for row in rows:
+        if places[row.value] in inputs:
+            fed.setdefault(places[row.value], []).append(row)
+            continue
         # Before its rounding, if it is rounded: emulation keeps that value under this name.
         place = next((name for name in (f"{places[row.value]}/exact", places[row.value]) if name in made), None)
         if place is not None:
@@ -134,6 +142,9 @@ def observe(model: ir.Model, batches: Iterable[Mapping[str, Any]], limits: Float
     session = open_session(emulated, SessionConfig(provider="cpu", optimization="basic", memory_pattern=False))
     measured = {row.value: BY_IR[ir.DataType[_IR[row.precision]]] for row in rows if row.precision != "fp32"}
     for index, feeds in enumerate(batches):
+        for name in fed.keys() & feeds.keys():
+            for row in fed[name]:
+                row.add(np.asarray(feeds[name]), measured.get(row.value, limits), index)
         for part in _parts([made[name] for name in names], feeds):
             for name, array in run(session, feeds, part).items():
                 if isinstance(array, np.ndarray):
@@ -159,7 +170,7 @@ def _points(model: ir.Model) -> tuple[list[Observed], dict[str, str]]:
             maker = _maker(node)
             rows.append(Observed(value.name, maker.name or value.name, maker.op_type, backward, kind))
             source = node.inputs[0] if node.op_type == "Cast" and kind != "fp32" else None
-            made = source is not None and source.producer() is not None
+            made = source is not None and (source.producer() is not None or source.is_graph_input())
             places[value.name] = (source.name or "") if made and source is not None else value.name
     return rows, places
 

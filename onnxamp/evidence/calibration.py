@@ -1,0 +1,121 @@
+"""Ranges of a model's values on many samples: what `convert --calibrate` decides with.
+
+Batches stream: of every value only the running statistics stay, and values are fetched in parts of bounded size, so memory does not
+grow with the number of samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from onnxamp.dtypes import BY_IR, low_type
+from onnxamp.evidence.inputs import Data, Sample
+from onnxamp.evidence.observe import Observed, observe
+from onnxamp.evidence.sampling import Model, choose, prepared
+from onnxamp.ort.session import SessionConfig, open_session
+from onnxamp.policy.rules.spread import HEADROOM
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What was measured.
+
+    Attributes:
+        values: Statistics of every float value, graph inputs first, then in the order in which they are made.
+        dtype: The 16-bit type that they were measured against.
+        samples: How many samples were run.
+        source: Where they came from, in words.
+        made_up: Whether they were made up.
+    """
+
+    values: tuple[Observed, ...]
+    dtype: str
+    samples: int
+    source: str
+    made_up: bool
+
+    @property
+    def limit(self) -> float:
+        """The largest size that counts as ordinary: the type's largest number less headroom."""
+        return low_type(self.dtype).max / HEADROOM
+
+    @property
+    def beyond(self) -> list[Observed]:
+        """Values that leave the ordinary range, in the order in which they are made."""
+        return [row for row in self.values if row.absmax > self.limit]
+
+    @property
+    def ranges(self) -> dict[str, float]:
+        """Largest finite size by value name, for `onnxamp.convert`.
+
+        Inputs that were made up prove no value small: then only what leaves the ordinary range is listed.
+        """
+        rows = self.beyond if self.made_up else self.values
+        return {row.value: row.absmax for row in rows if row.count}
+
+    def warnings(self) -> list[str]:
+        """What to know before believing it."""
+        result = []
+        if self.made_up:
+            result.append(
+                f"The ranges come from {self.source}: a value that grows only on real data is not seen. Give real samples."
+            )
+        wrong = [row for row in self.values if row.nan or (row.inf and not row.expected_inf)]
+        if wrong:
+            row = wrong[0]
+            result.append(
+                f"The model itself is not finite on these samples: {row.what()} in {row.value!r} ({row.op} {row.node!r})."
+            )
+        return result
+
+
+def calibrate(
+    model: Model,
+    data: Data | None = None,
+    *,
+    dtype: str = "fp16",
+    dim: Mapping[str, int] | None = None,
+    count: int = 4,
+    seed: int = 0,
+) -> Calibration:
+    """Measure the range of every float value of `model`, outside of bodies of If, Loop and Scan.
+
+    Args:
+        model: The FP32 model.
+        data: Samples (see `onnxamp.evidence.inputs.samples`); made up where None.
+        dtype: The 16-bit type that values are measured against: ``fp16`` or ``bf16``.
+        dim: Sizes of free dimensions of samples that are made up.
+        count: How many samples to make up.
+        seed: Seed of those.
+
+    Raises:
+        ModelError: The model is invalid.
+        DataError: The data do not fit, or the model does not run on them.
+        UnsupportedError: ONNX Runtime has no kernel for a node, or inputs cannot be made up.
+    """
+    ready = prepared(model)
+    limits = low_type(dtype)
+    session = open_session(ready, SessionConfig(provider="cpu")) if data is None else None
+    chosen = choose(ready, session, data, dim=dim, count=count, seed=seed)
+    session = None  # its weights are not needed twice
+    inputs = {
+        value.name: Observed(value.name, value.name, "", backward=False, precision=BY_IR[value.dtype].name)
+        for value in ready.graph.inputs
+        if value.name and value.dtype in BY_IR and not value.is_initializer()
+    }
+    seen = 0
+
+    def counted() -> Iterator[Sample]:
+        nonlocal seen
+        for sample in chosen:
+            for name, row in inputs.items():
+                if isinstance(sample.get(name), np.ndarray):
+                    row.add(sample[name], limits, seen)
+            seen += 1
+            yield sample
+
+    values = observe(ready, counted(), limits)
+    return Calibration((*inputs.values(), *values), dtype, seen, chosen.source, chosen.made_up)

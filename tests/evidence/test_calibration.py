@@ -1,0 +1,221 @@
+"""Calibration: streaming ranges against an in-memory reference, and planted faults that only the data show."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import tracemalloc
+
+import numpy as np
+import onnx
+import pytest
+from click.testing import CliRunner
+from onnx import numpy_helper, parser
+
+import onnxamp
+from onnxamp.cli import cli
+from onnxamp.dtypes import FP16
+from onnxamp.evidence.calibration import calibrate
+from onnxamp.evidence.observe import Observed
+from onnxamp.policy import codes
+
+RNG = np.random.default_rng(0)
+
+
+def proto(text: str, **constants: np.ndarray) -> onnx.ModelProto:
+    model = parser.parse_model(f'<ir_version: 10, opset_import: ["": 20]> {text}')
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
+    return model
+
+
+W = (RNG.standard_normal((16, 16)) / 4).astype(np.float32)
+CHAIN = proto(
+    """g (float[batch,16] x) => (float[batch,16] y)
+    { [a] a = MatMul(x, w)  [b] b = Relu(a)  [c] c = MatMul(b, w)  [d] d = Add(c, x)  [e] y = Tanh(d) }""",
+    w=W,
+)
+
+
+def batches(count: int, rows: int = 4) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(1)
+    return [{"x": rng.standard_normal((rows, 16)).astype(np.float32)} for _ in range(count)]
+
+
+def test_streaming_ranges_equal_those_of_all_samples_in_memory() -> None:
+    data = batches(25)
+    found = {row.value: row for row in calibrate(CHAIN, iter(data)).values}
+    x = np.concatenate([sample["x"] for sample in data])
+    a = x @ W
+    b = np.maximum(a, 0)
+    d = b @ W + x
+    for name, array in {"x": x, "a": a, "b": b, "d": d, "y": np.tanh(d)}.items():
+        row, size = found[name], np.abs(array)
+        assert row.count == array.size
+        assert row.absmax == pytest.approx(size.max(), rel=1e-6)
+        assert row.absmin == pytest.approx(size[size > 0].min(), rel=1e-2)
+        assert row.zeros == pytest.approx(np.count_nonzero(array == 0), abs=0)
+        assert not row.bad
+
+
+def test_statistics_do_not_depend_on_how_samples_are_cut() -> None:
+    array = np.concatenate([np.geomspace(1e-9, 1e6, 400), [0, -3.0, np.inf, np.nan]]).astype(np.float32)
+    whole, parts = (Observed("v", "n", "Mul", backward=False, precision="fp32") for _ in range(2))
+    whole.add(array, FP16, 0)
+    for part in np.array_split(array, 7):
+        parts.add(part, FP16, 0)
+    assert whole == parts
+    assert (whole.nan, whole.inf, whole.zeros) == (1, 1, 1)
+    size = np.abs(array[np.isfinite(array)])
+    with np.errstate(over="ignore"):
+        half = size.astype(np.float16)
+    assert whole.overflow == np.count_nonzero(np.isinf(half))
+    assert whole.flushed == np.count_nonzero((half == 0) & (size > 0))
+
+
+def test_memory_does_not_grow_with_the_number_of_samples() -> None:
+    def peak(count: int) -> int:
+        rng = np.random.default_rng(2)
+        stream = ({"x": rng.standard_normal((256, 16)).astype(np.float32)} for _ in range(count))
+        tracemalloc.start()
+        calibrate(CHAIN, stream)
+        result = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return result
+
+    peak(2)
+    assert peak(400) < peak(10) + 200_000  # 400 samples alone are 6.5 MB
+
+
+# Each fault is in one value, on data only: ordinary inputs leave every value far inside the range.
+def residual() -> tuple[onnx.ModelProto, dict[str, np.ndarray], str, str]:
+    """A residual stream that grows as in T5: the sum overflows, no operand of it does."""
+    model = proto(
+        """g (float[2,16] x, float[2,16] r) => (float[2,16] y)
+        { [q] q = MatMul(x, w)  [sum] s = Add(q, r)  [norm] n = LayerNormalization<axis = -1>(s, scale)  [o] y = MatMul(n, w) }""",
+        w=W,
+        scale=np.ones(16, np.float32),
+    )
+    calm = {"x": np.ones((2, 16), np.float32), "r": np.ones((2, 16), np.float32)}
+    grown = {"x": calm["x"], "r": np.full((2, 16), 7000, np.float32)}
+    q = np.abs(calm["x"] @ W).max()
+    grown["x"] = (calm["x"] * (6000 / q)).astype(np.float32)
+    return model, grown, "s", "sum"
+
+
+def temperature() -> tuple[onnx.ModelProto, dict[str, np.ndarray], str, str]:
+    """Logits times a temperature that is an input."""
+    model = proto(
+        """g (float[2,16] x, float[1] t) => (float[2,16] y)
+        { [q] q = MatMul(x, w)  [scaled] s = Mul(q, t)  [p] y = Softmax<axis = -1>(s) }""",
+        w=W,
+    )
+    return model, {"x": np.full((2, 16), 200, np.float32), "t": np.array([1000], np.float32)}, "s", "scaled"
+
+
+def outlier() -> tuple[onnx.ModelProto, dict[str, np.ndarray], str, str]:
+    """A channel that a projection drives out of range in front of a LayerNormalization."""
+    heavy = W.copy()
+    heavy[:, 3] *= 500
+    model = proto(
+        """g (float[2,16] x) => (float[2,16] y)
+        { [up] u = MatMul(x, h)  [norm] n = LayerNormalization<axis = -1>(u, scale)  [o] y = MatMul(n, w) }""",
+        h=heavy,
+        w=W,
+        scale=np.ones(16, np.float32),
+    )
+    return model, {"x": np.sign(heavy[:, 3])[None].repeat(2, 0).astype(np.float32) * 60}, "u", "up"
+
+
+def positions() -> tuple[onnx.ModelProto, dict[str, np.ndarray], str, str]:
+    """Rotary angles: position times frequency, harmless up to short lengths."""
+    model = proto(
+        """g (float[1,8] p, float[8,16] x) => (float[8,16] y)
+        { [t] t = Transpose<perm = [1, 0]>(p)  [angle] a = MatMul(t, f)  [cos] c = Cos(a)  [rot] r = Mul(x, c)  [o] y = MatMul(r, w) }""",
+        f=np.geomspace(1, 1e-3, 16).astype(np.float32)[None],
+        w=W,
+    )
+    long = np.linspace(0, 120_000, 8).astype(np.float32)[None]
+    return model, {"p": long, "x": np.ones((8, 16), np.float32)}, "a", "angle"
+
+
+@pytest.mark.parametrize("fault", [residual, temperature, outlier, positions])
+def test_calibration_finds_the_node_that_overflows_on_the_data_only(fault) -> None:
+    model, data, value, node = fault()
+    calibration = calibrate(model, data)
+    inputs = {item.name for item in model.graph.input}
+    moved = {"t"} if fault is positions else set()
+    assert {row.value for row in calibration.beyond} - inputs - moved == {value}
+    assert not calibration.warnings()
+    plain = {n.name: d for n, d in onnxamp.convert(model).plan.nodes.items()}
+    result = onnxamp.convert(model, ranges=calibration.ranges)
+    decision = {n.name: d for n, d in result.plan.nodes.items()}[node]
+    assert (decision.precision, decision.code) == ("fp32", codes.RANGE)
+    assert decision.evidence["value"] == value
+    assert plain[node].code != codes.RANGE
+    assert onnxamp.verify(model, result.model, data, check_file=False).passed
+
+
+def test_the_faults_are_real() -> None:
+    """Without calibration two of them spoil the outputs: what the others break is hidden by their LayerNormalization or cosine."""
+    failed = []
+    for fault in (residual, temperature, outlier, positions):
+        model, data, _, _ = fault()
+        failed.append(not onnxamp.verify(model, onnxamp.convert(model).model, data, check_file=False).passed)
+    assert sum(failed) >= 2, failed
+
+
+def test_without_data_the_report_warns_and_no_rule_is_lifted() -> None:
+    made_up = calibrate(CHAIN)
+    assert made_up.made_up
+    assert made_up.ranges == {}
+    (warning,) = made_up.warnings()
+    assert "made up" in warning
+
+
+def test_data_well_inside_the_range_lift_what_is_fp32_for_fear_of_it() -> None:
+    model = proto(
+        """g (float[2,16] x) => (float[2,16] y)
+        { [a] a = MatMul(x, w)  [sq] s = Mul(a, a)  [add] b = Add(s, x)  [o] y = MatMul(b, w) }""",
+        w=W,
+    )
+    data = {"x": np.ones((2, 16), np.float32)}
+    feared = {n.name: d.precision for n, d in onnxamp.convert(model).plan.nodes.items()}
+    lifted = {
+        n.name: d.precision for n, d in onnxamp.convert(model, ranges=calibrate(model, data).ranges).plan.nodes.items()
+    }
+    assert feared["sq"] == feared["add"] == "fp32"
+    assert lifted["sq"] == lifted["add"] == "fp16"
+
+
+def test_a_mask_is_no_range() -> None:
+    model = proto(
+        """g (float[2,16] x, bool[2,16] m) => (float[2,16] y)
+        { [a] a = MatMul(x, w)  [mask] s = Where(m, a, low)  [p] q = Softmax<axis = -1>(s)  [o] y = MatMul(q, w) }""",
+        w=W,
+        low=np.array(-1e9, np.float32),
+    )
+    data = {"x": np.ones((2, 16), np.float32), "m": np.arange(32).reshape(2, 16) % 3 > 0}
+    result = onnxamp.convert(model, ranges=calibrate(model, data).ranges)
+    assert not any(decision.code == codes.RANGE for decision in result.plan.decisions.values())
+
+
+def test_not_finite_in_the_reference_is_said() -> None:
+    model = proto("g (float[2,16] x) => (float[2,16] y) { [root] y = Sqrt(x) }")
+    (warning,) = calibrate(model, {"x": np.full((2, 16), -1, np.float32)}).warnings()
+    assert "32 NaN" in warning
+    assert "'root'" in warning
+
+
+def test_the_command(tmp_path: pathlib.Path) -> None:
+    model, data, value, _ = temperature()
+    onnx.save(model, tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", **data)
+    arguments = ["convert", str(tmp_path / "m.onnx"), "--calibrate", str(tmp_path / "d.npz"), "--json"]
+    ran = CliRunner().invoke(cli, arguments)
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(ran.stdout)["calibration"]
+    assert (found["samples"], found["made_up"], [row["value"] for row in found["beyond"]]) == (1, False, [value])
+    arguments[3:] = ["made-up", "--force"]
+    ran = CliRunner().invoke(cli, arguments)
+    assert ran.exit_code == 0, ran.output
+    assert "made up" in ran.output
