@@ -123,12 +123,12 @@ class Adam:
         return ("exp_avg", "exp_avg_sq")
 
     def results(self, op: Fragment, step: ir.Value) -> Values:
-        """1/(1−β₁ᵗ) and √(1−β₂ᵗ)."""
+        """√(1−β₂ᵗ)/(1−β₁ᵗ) and ε·√(1−β₂ᵗ): with them the bias corrections cost no pass over the parameters."""
         count = op.Cast(step, to=DOUBLE)
         first, second = (op.Sub(1.0, op.Pow(op.number(beta, DOUBLE), count)) for beta in self.betas)
         return {
-            "step_factor": op.Cast(op.Div(op.number(1.0, DOUBLE), first), to=FLOAT),
-            "root_correction": op.Cast(op.Sqrt(second), to=FLOAT),
+            "step_factor": op.Cast(op.Div(op.Sqrt(second), first), to=FLOAT),
+            "scaled_eps": op.Cast(op.Mul(op.Sqrt(second), op.number(self.eps, DOUBLE)), to=FLOAT),
         }
 
     def update(
@@ -150,7 +150,7 @@ class Adam:
         beta1, beta2 = self.betas
         m = op.Add(op.Mul(moments["exp_avg"], beta1), op.Mul(g, 1 - beta1))
         v = op.Add(op.Mul(moments["exp_avg_sq"], beta2), op.Mul(op.Mul(g, 1 - beta2), g))
-        root = op.Add(op.Div(op.Sqrt(v), results["root_correction"]), self.eps)
+        root = op.Add(op.Sqrt(v), results["scaled_eps"])
         step = op.Mul(op.Div(m, root), op.Mul(lr, results["step_factor"]))
         return op.Sub(p, step), {"exp_avg": m, "exp_avg_sq": v}
 
