@@ -30,6 +30,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent
 ENGINES = ("onnxamp O0", "PyTorch", "PyTorch fused", "PyTorch bf16 autocast")
 REFERENCE = "PyTorch"
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def models():
@@ -179,7 +180,9 @@ def _status(field: str) -> int:
     return 0
 
 
-def measure(steppers: dict[str, Callable[[], object]], rounds: int, steps: int) -> dict[str, dict[str, float]]:
+def measure(
+    steppers: dict[str, Callable[[], object]], rounds: int, steps: int, clock: Callable[[], float]
+) -> dict[str, dict[str, float]]:
     """Medians in ms and ratios to the reference of each engine."""
     for step in steppers.values():
         for _ in range(3):
@@ -189,9 +192,9 @@ def measure(steppers: dict[str, Callable[[], object]], rounds: int, steps: int) 
         for name, step in steppers.items():
             took = []
             for _ in range(steps):
-                start = time.perf_counter()
+                start = clock()
                 step()
-                took.append(time.perf_counter() - start)
+                took.append(clock() - start)
             times[name].append(1e3 * statistics.median(took))
     return {
         name: {
@@ -244,6 +247,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5, help="steps of each engine in a round")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="cpu: processor time, for one thread on a machine that is not idle",
+    )
     parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument("--memory", nargs=2, metavar=("ENGINE", "MODEL"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -260,7 +269,9 @@ def main() -> None:
         make = (lambda name: update_engine(name, arguments.threads)) if alone else (
             lambda name, model=model: engine(name, model, arguments.threads)
         )  # fmt: skip
-        result = measure({name: make(name) for name in engines}, arguments.rounds, arguments.steps)
+        result = measure(
+            {name: make(name) for name in engines}, arguments.rounds, arguments.steps, CLOCKS[arguments.clock]
+        )
         for name, row in result.items():
             used = "" if alone else f"{in_process_of_its_own('--memory', name, model):.0f}"
             lines.append(f"| {model} | {name} | {row['ms']:.1f} | {row['ratio']:.2f} | {used} |")
@@ -281,7 +292,7 @@ def write(table: str, arguments: argparse.Namespace) -> None:
     text = f"""# Training step: onnxamp on ONNX Runtime against PyTorch
 
 {datetime.date.today()}, {cpu or platform.processor()}, {arguments.threads} threads, ONNX Runtime {onnxruntime.__version__}, PyTorch
-{torch.__version__}, Python {platform.python_version()}. AdamW, fp32 unless stated;
+{torch.__version__}, Python {platform.python_version()}. AdamW, fp32 unless stated; {arguments.clock} time;
 {arguments.rounds} interleaved rounds of {arguments.steps} steps, medians.
 Made by `python benchmarks/train.py`; load average of the machine while it ran: {os.getloadavg()[1]:.1f} (its own threads
 included; where it is far above {arguments.threads}, other programs ran too and only ratios mean something).
