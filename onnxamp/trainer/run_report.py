@@ -95,7 +95,8 @@ def _plots(windows: Sequence[Entry], evaluations: Sequence[Entry]) -> list[Secti
 
     loss = [series("training", "loss")]
     if len(windows) >= 50:
-        loss.append(Series("training, smoothed", x, smooth([float(entry["loss"]) for entry in windows])))
+        keep = min(0.98, max(0.8, 1 - 10 / len(windows)))
+        loss.append(Series("training, smoothed", x, smooth([float(entry["loss"]) for entry in windows], keep)))
     at = [float(entry["window"]) for entry in evaluations]
     if evaluations:
         loss.append(Series("validation", at, [float(entry["val_loss"]) for entry in evaluations]))
@@ -127,7 +128,7 @@ def _plots(windows: Sequence[Entry], evaluations: Sequence[Entry]) -> list[Secti
     return plots
 
 
-def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
+def smooth(values: Sequence[float], keep: float) -> list[float]:
     """Exponential moving average with its start corrected; values that are not finite are passed over."""
     result = []
     total = weight = 0.0

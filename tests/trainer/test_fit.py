@@ -17,6 +17,7 @@ from onnxamp.trainer.callbacks import Callback, Checkpoints, EarlyStopping, chec
 from onnxamp.trainer.data import Field
 from onnxamp.trainer.fit import fit
 from onnxamp.trainer.progress import Progress, amount, scale_text
+from onnxamp.trainer.run_report import run_page, scale_hint
 from onnxamp.trainer.tracking import MetricsFile, TensorBoard, read_metrics
 
 ROWS = 50
@@ -282,3 +283,30 @@ def test_the_living_line_fits_the_terminal():
 def test_durations_and_scales():
     assert [amount(s) for s in (0, 61, 3723)] == ["0:00", "1:01", "1:02:03"]
     assert [scale_text(s) for s in (65536.0, 1.0, 0.5, 2.0**40)] == ["65536", "1", "0.5", "1.1e+12"]
+
+
+def test_the_hint_on_the_initial_scale():
+    def windows(*skipped, scale=65536.0):
+        for bad in skipped:
+            after = scale / 2 if bad else scale
+            yield {"loss_scale": scale, "next_loss_scale": after, "skipped": bad}
+            scale = after
+
+    assert scale_hint([]) is None
+    assert scale_hint(list(windows(*[False] * 20))) is None
+    hint = scale_hint(list(windows(True, True, True, False, False)))
+    assert hint is not None
+    assert hint.endswith("Start with --init-scale 8192 to save them.")
+    assert "never had to back off from 65536" in str(scale_hint(list(windows(*[False] * 200))))
+    assert scale_hint(list(windows(*[False] * 200, scale=1.0))) is None
+    assert scale_hint(list(windows(*[False] * 100, True, *[False] * 100))) is None
+
+
+def test_the_page_of_a_run_that_only_failed():
+    entry = {"kind": "window", "window": 1, "step": 0, "epoch": 0, "loss": math.nan, "learning_rate": 1.0}
+    entry |= {"loss_scale": 1.0, "next_loss_scale": 1.0, "gradient_norm": math.nan, "skipped": True, "empty": False}
+    entry |= {"rows": 4, "seconds": 0.0, "waited": 0.0, "memory": None, "cause": "<b>NaN</b> in 'x'"}
+    text = run_page("Training of <m>", [entry], {"lr": 1.0}, "failed")
+    assert "not finite" in text
+    assert "<b>NaN" not in text
+    assert run_page("empty", [], {}, "failed")
