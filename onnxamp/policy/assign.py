@@ -8,6 +8,7 @@ import dataclasses
 from onnxamp.model.traffic import Traffic
 from onnxamp.model.units import TypeGraph, Unit
 from onnxamp.policy.cut import INFINITE, Network
+from onnxamp.policy.legality import CONTROL_FLOW
 
 # In units of two bytes per element: a 16-bit operand saves 1 against fp32, a Cast reads and writes 3.
 _CAST = 3
@@ -131,7 +132,8 @@ class _Problem:
 def dissolve(graph: TypeGraph, groups: Groups, low: dict[int, bool], anchors: set[Unit]) -> set[int]:
     """The low groups of regions that contain no anchor: nothing in them gains from 16 bits.
 
-    A region is what hangs together through values and nodes whose units are all low.
+    A region is what hangs together through values and through the units of a node. The units of control flow are independent outputs and
+    states, so one does not justify another.
     """
     neighbours: dict[int, list[int]] = collections.defaultdict(list)
 
@@ -145,8 +147,8 @@ def dissolve(graph: TypeGraph, groups: Groups, low: dict[int, bool], anchors: se
         if writer is not None:
             for reader in readers:
                 join(groups.of[writer], groups.of[reader])
-    for units in graph.of.values():
-        for unit in units[1:]:
+    for node, units in graph.of.items():
+        for unit in units[1:] if node.op_type not in CONTROL_FLOW else ():
             join(groups.of[units[0]], groups.of[unit])
     reached = {groups.of[unit] for unit in anchors if low[groups.of[unit]]}
     pending = list(reached)

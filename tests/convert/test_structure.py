@@ -198,6 +198,18 @@ def test_declared_shapes_are_written_and_guessed_ones_are_not(tmp_path: pathlib.
     assert all(value.shape is not None for node in kept.graph for value in node.outputs)
 
 
+def test_a_branch_output_does_not_justify_another(tmp_path: pathlib.Path, judge: types.SimpleNamespace) -> None:
+    moves = "h = Sin(x)  i = Neg(h)  j = Neg(i)  k = Neg(j)  l = Neg(k)  m = Neg(l)"
+    source = parsed(f"""g (bool c, float[8,4] x) => (float[8,4] y, float[8,4] z) {{
+        o, n = If (c) <then_branch = t () => (float[8,4] p, float[8,4] q) {{ p = MatMul(x, w)  {moves}  q = Neg(m) }},
+                       else_branch = e () => (float[8,4] r, float[8,4] s) {{ r = MatMul(x, w)  {moves}  s = Neg(m) }}>
+        y = MatMul(o, w)  z = Neg(n) }}""")
+    source.graph.initializer.append(numpy_helper.from_array(np.eye(4, dtype=np.float32), "w"))
+    result = converted(source, tmp_path)
+    assert judge.heavy(result) == (3, 3)
+    assert judge.purposeless(result, source) == []
+
+
 def test_weights_are_cast_for_training() -> None:
     source = parsed("g (float[2,4] x) => (float[2,4] y) { a = MatMul(x, w)  t = Transpose(w)  y = MatMul(a, t) }")
     source.graph.initializer.append(numpy_helper.from_array(np.eye(4, dtype=np.float32), "w"))
