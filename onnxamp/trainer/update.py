@@ -15,7 +15,7 @@ from onnxamp.trainer.program import Place, Program
 from onnxamp.training.manifest import GraphPorts
 
 # Elements worked on at a time on the CPU: few enough that what passes between two nodes stays in the cache.
-_CHUNK = 1 << 15
+_CHUNK = 1 << 16
 # A piece has a binding of its own, so very large models get larger pieces.
 _PIECES = 1 << 12
 
