@@ -200,7 +200,7 @@ def check(case: Case) -> None:
     if case.oracle is not None:
         seeds, expected = by_autograd(case, feeds)
     for symbolic in ["static", *case.symbolic.split()]:
-        if case.oracle is None:
+        if case.oracle is None and (symbolic == "static" or "Conv" not in case.op):  # whose reference is slow
             forward = build(case, TensorProto.DOUBLE, symbolic)
             proto, names, seed_names = differentiate(forward, case)
             if not seeds:
