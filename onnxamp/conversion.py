@@ -117,7 +117,40 @@ def convert(
         ModelError: The model is damaged.
         UnsupportedError: No valid conversion exists; the node is named.
     """
-    options = Options(
+    options = options_of(
+        level=level,
+        dtype=dtype,
+        io=io,
+        target=target,
+        keep=keep,
+        keep_op=keep_op,
+        lower=lower,
+        lower_op=lower_op,
+        dim=dim,
+        policy=policy,
+    )
+    return convert_with(model, options, ranges)
+
+
+def options_of(
+    *,
+    level: str = "O2",
+    dtype: str = "fp16",
+    io: str | Iterable[str] = "keep",
+    target: str = "ort-cuda",
+    keep: Iterable[str] = (),
+    keep_op: Iterable[str] = (),
+    lower: Iterable[str] = (),
+    lower_op: Iterable[str] = (),
+    dim: Mapping[str, int] | None = None,
+    policy: str | os.PathLike[str] | None = None,
+) -> Options:
+    """The arguments of `convert` in one object.
+
+    Raises:
+        UsageError: They contradict each other.
+    """
+    return Options(
         level=level,
         dtype=dtype,
         io=io if isinstance(io, str) else tuple(io),
@@ -129,7 +162,6 @@ def convert(
         dim=tuple(sorted((dim or {}).items())),
         policy=_read_policy(policy),
     )
-    return convert_with(model, options, ranges)
 
 
 def convert_with(

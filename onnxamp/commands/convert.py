@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     onnxamp convert model.onnx
     onnxamp convert model.onnx --level O2 --dtype bf16 --keep '*/lm_head/*' --verify
     onnxamp convert model.onnx --plan-only -o policy.toml
-    onnxamp convert model.onnx --policy policy.toml --report report.html"""
+    onnxamp convert model.onnx --policy policy.toml --report report.html
+    onnxamp convert model.onnx --calibrate samples/
+    onnxamp convert model.onnx --auto --tolerance cosine=0.9999 --data samples.npz"""
 )
 @click.argument("model", type=click.Path())
 @click.option(
@@ -51,26 +53,46 @@ if TYPE_CHECKING:
 @click.option("--report", multiple=True, type=click.Path(dir_okay=False), metavar="FILE.json|FILE.html",
               help="Write every decision (.json), or a page that shows the graph (.html).")  # fmt: skip
 @click.option("--verify", "verified", is_flag=True, help="Compare the result with the input, as `onnxamp verify` does.")
-@click.option("--data", type=click.Path(), help="Inputs for --verify: an .npz file or a folder. Made up else.")
+@click.option(
+    "--data", type=click.Path(), help="Inputs for --auto and --verify: an .npz file or a folder. Made up else."
+)
 @click.option("--calibrate", type=click.Path(), metavar="DATA|made-up",
               help="Decide with the ranges that values reach on these inputs.")  # fmt: skip
+@click.option(
+    "--auto", is_flag=True, help="Search for the least traffic within --tolerance; writes a policy file and a page too."
+)
+@click.option("--tolerance", multiple=True, metavar="MEASURE=NUMBER",
+              help="For --auto: cosine, snr, max_abs, max_rel, top1, kl; bounds on every output of every sample.")  # fmt: skip
+@click.option("--max-evals", default=30, show_default=True, type=click.IntRange(1), help="Most evaluations of --auto.")
 @click.option("--force", is_flag=True, help="Overwrite files that exist.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(model: str, output: str | None, report: tuple[str, ...], verified: bool, data: str | None, force: bool,
-            calibrate: str | None, as_json: bool, plan_only: bool, dim: tuple[str, ...], **choices: Any) -> int:  # fmt: skip
+def command(
+    model: str,
+    output: str | None,
+    report: tuple[str, ...],
+    verified: bool,
+    data: str | None,
+    calibrate: str | None,
+    auto: bool,
+    tolerance: tuple[str, ...],
+    max_evals: int,
+    force: bool,
+    as_json: bool,
+    plan_only: bool,
+    dim: tuple[str, ...],
+    **choices: Any,
+) -> int:
     """Rewrite MODEL to mixed precision: Casts where they are needed, FP32 where it must be, a reason for each decision."""
     from onnxamp import console
+    from onnxamp.commands import _auto
     from onnxamp.commands._options import check_outputs, sizes
-    from onnxamp.conversion import convert
+    from onnxamp.conversion import convert, options_of
 
     dims = sizes(dim)
     choices["io"] = choices["io"] or "keep"
-    path = _output(model, output, choices["level"], choices["dtype"], plan_only)
-    check_outputs([path], report, force)
-    if data is not None and not verified:
-        from onnxamp.errors import UsageError
-
-        raise UsageError("--data is for --verify: add --verify.")
+    path = _output(model, output, "auto-search" if auto else choices["level"], choices["dtype"], plan_only)
+    _check_use(auto, verified, data, calibrate, tolerance, plan_only)
+    check_outputs([path, *_auto.beside(path)[:2]] if auto else [path], report, force)
     calibration = None
     if calibrate is not None:
         from onnxamp.evidence.calibration import calibrate as measure
@@ -79,8 +101,14 @@ def command(model: str, output: str | None, report: tuple[str, ...], verified: b
             given = None if calibrate == "made-up" else calibrate
             calibration = measure(model, given, dtype=choices["dtype"], dim=dims)
         choices["ranges"] = calibration.ranges
-    with console.progress(f"converting {model}"):
-        result = convert(model, dim=dims, **choices)
+    searched = None
+    if auto:
+        options = options_of(dim=dims, **choices)
+        searched = _auto.run(model, path, options, _auto.tolerance_of(tolerance), data, max_evals, dims)
+        result = searched.result
+    else:
+        with console.progress(f"converting {model}"):
+            result = convert(model, dim=dims, **choices)
     if plan_only:
         from onnxamp.errors import RuntimeMissingError
         from onnxamp.policy.file import write_policy
@@ -103,6 +131,8 @@ def command(model: str, output: str | None, report: tuple[str, ...], verified: b
         found["calibration"] = calibration_dict(calibration, result.plan)
     if evidence is not None:
         found["verify"] = evidence.to_dict()
+    if searched is not None:
+        found["auto"] = _auto.to_dict(searched, path)
     for file in report:
         _write_report(file, model, path, found, result)
     if as_json:
@@ -111,13 +141,33 @@ def command(model: str, output: str | None, report: tuple[str, ...], verified: b
         rows = summary_rows(path, result.summary)
         if calibration is not None:
             rows += calibration_rows(calibration, result.plan)
+        if searched is not None:
+            rows += _auto.rows(searched, path)
         console.show(console.facts(rows))
         if evidence is not None:
             from onnxamp.commands.verify import show
 
             console.show("")
             show(evidence)
-    return int(evidence is not None and not evidence.passed)
+    return int((evidence is not None and not evidence.passed) or (searched is not None and not searched.feasible))
+
+
+def _check_use(auto: bool, verified: bool, data: str | None, calibrate: str | None, tolerance: tuple[str, ...],
+               plan_only: bool) -> None:  # fmt: skip
+    """Refuse options that do not go together.
+
+    Raises:
+        UsageError: One of them is without effect here.
+    """
+    from onnxamp.errors import UsageError
+
+    if data is not None and not (verified or auto):
+        raise UsageError("--data is for --auto and --verify: add one of them, or write --calibrate DATA.")
+    if tolerance and not auto:
+        raise UsageError("--tolerance is for --auto: add --auto, or use `onnxamp verify --tolerance`.")
+    if auto and (calibrate is not None or plan_only):
+        other = "--plan-only" if plan_only else "--calibrate"
+        raise UsageError(f"--auto measures what it decides and writes a policy file itself: leave {other} out.")
 
 
 def _output(model: str, output: str | None, level: str, dtype: str, plan_only: bool) -> str:
@@ -127,7 +177,7 @@ def _output(model: str, output: str | None, level: str, dtype: str, plan_only: b
     if output is not None:
         return output
     source = pathlib.Path(model)
-    level = "O1" if level == "auto" else level
+    level = {"auto": "O1", "auto-search": "auto"}.get(level, level)
     return str(source.with_name(f"{source.stem}.{level}.{dtype}" + (".policy.toml" if plan_only else ".onnx")))
 
 

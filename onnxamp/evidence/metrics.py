@@ -32,6 +32,8 @@ class Difference:
         ties: Those of them that a tie in the reference's scores explains (see `onnxamp.evidence.ties`).
         discrete: The output holds integers, booleans or strings: only `mismatches` and `ties` say something.
         top1: Share of rows (last axis) whose largest element is in the same place; None where there are no rows.
+        kl: Mean over rows of Σ p log(p / q) in nats, where p and q are the rows of both if they are distributions, else their softmax; None
+            if not asked for or where there are no rows.
     """
 
     elements: int
@@ -46,6 +48,7 @@ class Difference:
     ties: int = 0
     discrete: bool = False
     top1: float | None = None
+    kl: float | None = None
 
     @property
     def nonfinite(self) -> int:
@@ -58,8 +61,13 @@ class Difference:
         return not (self.max_abs or self.nonfinite or self.mismatches)
 
 
-def difference(reference: Any, candidate: Any) -> Difference:
+def difference(reference: Any, candidate: Any, *, with_kl: bool = False) -> Difference:
     """Compare two results of a session: arrays, or (nested) lists and maps of them.
+
+    Args:
+        reference: The reference's.
+        candidate: The candidate's.
+        with_kl: Whether to compute `Difference.kl` too, where both are single arrays.
 
     Raises:
         DataError: The structures or shapes differ.
@@ -67,7 +75,7 @@ def difference(reference: Any, candidate: Any) -> Difference:
     pairs = list(_leaves(reference, candidate))
     parts = [_compare(*pair) for pair in pairs]
     if len(parts) == 1:
-        return parts[0]
+        return dataclasses.replace(parts[0], kl=_kl(*pairs[0])) if with_kl and is_float(pairs[0][0]) else parts[0]
     floats = [(r, c) for r, c in pairs if is_float(r)]
     joined = (
         _compare(*(np.concatenate([np.ravel(side) for side in sides]) for sides in zip(*floats, strict=True)))
@@ -162,9 +170,26 @@ def _top1(r: Array, c: Array) -> float | None:
     return float(np.mean(r.argmax(-1) == c.argmax(-1)))
 
 
+def _kl(reference: Array, candidate: Array) -> float | None:
+    if reference.ndim < 2 or reference.shape[-1] < 2 or not reference.size:
+        return None
+    rows = [side.astype(np.float64).reshape(-1, side.shape[-1]) for side in (reference, candidate)]
+    if not np.isfinite(rows[1]).all():
+        return math.inf
+    if (rows[0] >= 0).all() and np.allclose(rows[0].sum(-1), 1, atol=1e-3):
+        # Rounding may leave a probability at zero, whose logarithm would say nothing of how small it is.
+        p, q = (np.maximum(side, np.finfo(np.float32).tiny) for side in rows)
+        logs = [np.log(side / side.sum(-1, keepdims=True)) for side in (p, q)]
+    else:
+        shifted = [side - side.max(-1, keepdims=True) for side in rows]
+        logs = [side - np.log(np.exp(side).sum(-1, keepdims=True)) for side in shifted]
+    return max(0.0, float((np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1).mean()))
+
+
 def worse(a: Difference, b: Difference) -> Difference:
     """The worst of both in every measure: what a summary over samples says."""
     rows = [part.top1 for part in (a, b) if part.top1 is not None]
+    diverged = [part.kl for part in (a, b) if part.kl is not None]
     return Difference(
         elements=a.elements + b.elements,
         max_abs=max(a.max_abs, b.max_abs),
@@ -178,4 +203,5 @@ def worse(a: Difference, b: Difference) -> Difference:
         ties=a.ties + b.ties,
         discrete=a.discrete and b.discrete,
         top1=min(rows) if rows else None,
+        kl=max(diverged) if diverged else None,
     )

@@ -21,6 +21,7 @@ class Tolerance:
         nonfinite: Most elements that are NaN or infinite on one side only.
         integers: Largest share of unequal elements of integer, boolean and string outputs that no tie explains.
         top1: Least share of rows with the largest element in the same place.
+        kl: Largest mean Kullback-Leibler divergence of rows, in nats.
     """
 
     cosine: float | None = None
@@ -30,6 +31,7 @@ class Tolerance:
     nonfinite: int | None = 0
     integers: float | None = 0.0
     top1: float | None = None
+    kl: float | None = None
 
     def replaced(self, changes: Mapping[str, float | None]) -> Tolerance:
         """These bounds with some replaced.
@@ -46,7 +48,13 @@ class Tolerance:
         """The bounds that `found` breaks, in words."""
         share = (found.mismatches - found.ties) / max(1, found.elements)
         least = {"cosine": found.cosine, "snr": found.snr, "top1": found.top1}
-        most = {"max_abs": found.max_abs, "max_rel": found.max_rel, "nonfinite": found.nonfinite, "integers": share}
+        most: dict[str, float | None] = {
+            "max_abs": found.max_abs,
+            "max_rel": found.max_rel,
+            "nonfinite": found.nonfinite,
+            "integers": share,
+        }
+        most["kl"] = found.kl
         result = []
         for name, value in least.items():
             bound = getattr(self, name)
@@ -54,7 +62,7 @@ class Tolerance:
                 result.append(f"{name} {value:.6g} < {bound:g}")
         for name, value in most.items():
             bound = getattr(self, name)
-            if bound is not None and not value <= bound:
+            if bound is not None and value is not None and not value <= bound:
                 result.append(f"{name} {value:.6g} > {bound:g}")
         return result
 

@@ -80,7 +80,7 @@ class VerifyResult:
     def to_dict(self) -> dict[str, Any]:
         """The result in JSON types; numbers that JSON lacks are strings (``"inf"``, ``"nan"``)."""
         fields = dataclasses.asdict(self)
-        return {"passed": self.passed, **{name: _plain(value) for name, value in fields.items()}}
+        return {"passed": self.passed, **{name: plain(value) for name, value in fields.items()}}
 
 
 def verify(
@@ -123,7 +123,7 @@ def verify(
     sessions = [open_session(model, config) for model in judged]
     feeds = choose(ours, sessions[0], data, dim=dim, count=count, seed=seed)
     source = feeds.source
-    comparison = _Comparison(ours, judged, bounds, config)
+    comparison = Comparison(ours, judged, bounds, config)
     first: tuple[Sample, Sample] | None = None
     problems: list[str] = []
     notes: list[str] = []
@@ -169,7 +169,7 @@ def verify(
     )
 
 
-class _Comparison:
+class Comparison:
     """The differences so far, sample after sample."""
 
     def __init__(
@@ -189,7 +189,7 @@ class _Comparison:
         """Compare the outputs of one sample."""
         for name, want in expected.items():
             try:
-                found = difference(want, got[name])
+                found = difference(want, got[name], with_kl=self.tolerance.kl is not None)
             except DataError as problem:
                 raise DataError(f"its output {name!r} does not fit: {problem}.") from problem
             if found.mismatches:
@@ -319,11 +319,12 @@ def _checker(model: Model) -> str:
     return ""
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """`value` in JSON types: numbers that JSON lacks as text, tuples as lists."""
     if isinstance(value, float):
         return value if np.isfinite(value) else str(value)
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value

@@ -114,7 +114,7 @@ class _Emulation:
             if not known or node.op_type == "Cast":
                 if self.is_read(value):
                     self.bring_back(node, value)
-            elif _moves(node) or not (value.uses() or value.is_graph_output()):
+            elif moves_data(node) or not (value.uses() or value.is_graph_output()):
                 self.widen(value)
             else:
                 self.round(node, value)
@@ -290,7 +290,8 @@ class _Emulation:
         )
 
 
-def _moves(node: ir.Node) -> bool:
+def moves_data(node: ir.Node) -> bool:
+    """Whether `node` only moves or selects elements of its operands, so that it cannot round."""
     if node.domain not in ("", "ai.onnx") or node.op_type not in MOVES:
         return False
     if node.op_type in ("Clip", "Pad"):  # bounds and padding of old opsets are fp32 attributes

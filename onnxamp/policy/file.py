@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+from collections.abc import Iterable
 
 from onnxamp import config
 from onnxamp.dtypes import BY_NAME
@@ -52,6 +53,17 @@ def write_policy(plan: Plan, path: str | os.PathLike[str]) -> None:
             continue
         seen.add(name)
         value = "fp32" if decision.precision == "fp32" else "low"
-        key = json.dumps(name, ensure_ascii=False).replace("\x7f", "\\u007f")
-        lines.append(f'{key} = "{value}"  # {node.op_type}: {decision.code} {title(decision.code)}')
+        lines.append(f'{_key(name)} = "{value}"  # {node.op_type}: {decision.code} {title(decision.code)}')
     pathlib.Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def policy_text(pairs: Iterable[tuple[str, str]], comments: Iterable[str]) -> str:
+    """A policy file of single (node or pattern, ``fp32`` or ``low``) pairs, in their order."""
+    lines = [*(f"# {comment}" for comment in comments), "", "[nodes]"]
+    lines += [f'{_key(name)} = "{precision}"' for name, precision in pairs]
+    return "\n".join(lines) + "\n"
+
+
+def _key(name: str) -> str:
+    """A name as a TOML key."""
+    return json.dumps(name, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,211 @@
+"""`convert --auto`: what the command line makes of `onnxamp.evidence.search`."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onnxamp.evidence.search import SearchResult
+    from onnxamp.evidence.tolerance import Tolerance
+    from onnxamp.policy.options import Options
+
+
+def beside(path: str) -> tuple[str, str, str]:
+    """The policy file, the page and the journal that go with an output."""
+    stem = pathlib.Path(path).with_suffix("")
+    return f"{stem}.policy.toml", f"{stem}.auto.html", f"{stem}.search.jsonl"
+
+
+def tolerance_of(entries: Iterable[str]) -> Tolerance:
+    """The bounds of --tolerance, and no new NaN or Inf.
+
+    Raises:
+        UsageError: None is given, or one is no MEASURE=NUMBER.
+    """
+    from onnxamp.errors import UsageError
+    from onnxamp.evidence.tolerance import Tolerance, parse
+
+    bounds = parse(entries)
+    if not bounds:
+        raise UsageError("--auto needs to know what is good enough: add for example --tolerance cosine=0.9999.")
+    return Tolerance().replaced(bounds)
+
+
+def run(
+    model: str,
+    path: str,
+    options: Options,
+    tolerance: Tolerance,
+    data: str | None,
+    max_evals: int,
+    dim: Mapping[str, int],
+) -> SearchResult:
+    """Search with a line for each evaluation in the progress, and write policy file and page."""
+    from onnxamp import console
+    from onnxamp.commands._options import write_text
+    from onnxamp.evidence.search import search
+    from onnxamp.policy.file import policy_text
+
+    policy, page, journal = beside(path)
+    with console.progress(f"searching {model}"):
+        found = search(model, options, tolerance, data, max_evals=max_evals, dim=_known(model, dim), journal=journal)
+    head = [
+        f"level {options.level}, {options.dtype}, target {options.target}: what differs from the level's own decisions",
+        f"found by `onnxamp convert --auto` on {found.data}: {verdict(found)}",
+    ]
+    write_text(policy, policy_text(found.policy, head))
+    write_text(page, page_of(model, found, tolerance) + "\n")
+    return found
+
+
+def _known(model: str, dim: Mapping[str, int]) -> dict[str, int]:
+    """The sizes that are of inputs: what is made up has no others."""
+    if not dim:
+        return {}
+    from onnxamp.evidence.inputs import model_inputs
+    from onnxamp.model import io
+
+    names = {size for item in model_inputs(io.load(model)) for size in item.shape or ()}
+    return {name: size for name, size in dim.items() if name in names}
+
+
+def verdict(found: SearchResult) -> str:
+    """The outcome in one sentence."""
+    from onnxamp.console import number
+
+    best, first = found.best, found.trials[0]
+    worst = best.result.worst
+    count = len(found.trials)
+    evaluations = f"{count} evaluation" + "s" * (count != 1)
+    figures = f"cosine {worst.cosine:.6g}, SNR {number(worst.snr)} dB" + (
+        f", score {best.result.score:.6g}" if best.result.score is not None else ""
+    )
+    alone = ""
+    if found.weights is not None and found.weights.result.missed:
+        alone = f"; infeasible with all of O2's weights in 16 bits: rounding them alone gives {found.weights.result.missed[0]}"
+    if not found.feasible:
+        return f"infeasible: the nearest plan of {evaluations} has {best.result.missed[0]} ({figures}){alone}"
+    return (
+        f"met with {figures} in {evaluations}; {100 * best.share:.1f}% of the work in 16 bits, O2 alone "
+        f"{100 * first.share:.1f}%; {len(best.raised)} nodes raised, {len(best.lowered)} lowered{alone}"
+    )
+
+
+def to_dict(found: SearchResult, path: str) -> dict[str, Any]:
+    """The search in JSON types."""
+    import dataclasses
+
+    from onnxamp.evidence.verification import plain
+
+    policy, page, _ = beside(path)
+    fields = {
+        "feasible": found.feasible,
+        "verdict": verdict(found),
+        "policy": policy,
+        "page": page,
+        "data": found.data,
+        "notes": list(found.notes),
+        "raised": list(found.best.raised),
+        "lowered": list(found.best.lowered),
+        "weights": None if found.weights is None else dataclasses.asdict(found.weights.result),
+        "trials": [
+            {
+                "step": trial.step,
+                "passed": trial.passed,
+                "share": trial.share,
+                "traffic": trial.traffic,
+                "worst": dataclasses.asdict(trial.result.worst),
+                "missed": list(trial.result.missed),
+                "score": trial.result.score,
+            }
+            for trial in found.trials
+        ],
+    }
+    result: dict[str, Any] = plain(fields)
+    return result
+
+
+def rows(found: SearchResult, path: str) -> list[tuple[str, str]]:
+    """Lines of the table that ends the conversion."""
+    policy, page, _ = beside(path)
+    lines = [("tolerance", verdict(found)), ("policy", policy), ("page", page)]
+    return lines + [("note", text) for text in found.notes]
+
+
+def page_of(model: str, found: SearchResult, tolerance: Tolerance) -> str:
+    """The page: error against share of 16-bit work, every evaluation, and the nodes that rounding hurts most."""
+    from onnxamp.report import Figures, LinePlot, Note, Section, Series, Table, page
+
+    first, best = found.trials[0], found.best
+    ordered = sorted(found.trials, key=lambda trial: trial.share)
+    plotted = [
+        Series(name, [100 * t.share for t in group], [max(t.result.error, 1e-16) for t in group])
+        for name, group in (
+            ("within the tolerance", [t for t in ordered if t.passed and t.result.error < 1e30]),
+            ("outside", [t for t in ordered if not t.passed and t.result.error < 1e30]),
+        )
+        if group
+    ]
+    bounds = ", ".join(f"{name} {value:g}" for name, value in tolerance.to_dict().items() if value is not None)
+    sections: list[Section] = [
+        Figures(
+            [
+                ("16-bit work", f"{100 * best.share:.1f}%", f"O2 alone {100 * first.share:.1f}%"),
+                ("cosine", f"{best.result.worst.cosine:.6f}", f"O2 alone {first.result.worst.cosine:.6f}"),
+                ("evaluations", str(len(found.trials)), found.data),
+                ("tolerance", bounds, "met" if found.feasible else "infeasible"),
+            ]
+        ),
+        Note([verdict(found), *found.notes], tone="good" if found.feasible else "bad"),
+    ]
+    if plotted:
+        sections.append(
+            LinePlot(
+                "Error against share of 16-bit work",
+                plotted,
+                x_label="% of elements read and written in 16 bits",
+                y_label="noise-to-signal ratio of the worst output",
+                log_y=True,
+                marks=[(100 * best.share, "chosen")],
+            )
+        )
+    cells = [
+        [
+            trial.step,
+            "met" if trial.passed else "; ".join(trial.result.missed),
+            round(100 * trial.share, 2),
+            _finite(trial.result.worst.cosine),
+            _finite(trial.result.worst.snr),
+            _finite(trial.result.worst.max_rel),
+            len(trial.raised),
+            len(trial.lowered),
+        ]
+        for trial in found.trials
+    ]
+    columns = ["step", "verdict", "16-bit %", "cosine", "SNR dB", "max rel", "raised", "lowered"]
+    sections.append(Table("Evaluations", columns, cells))
+    raised, lowered = set(best.raised), set(best.lowered)
+    sensitive = [
+        [
+            item.node,
+            item.op_type,
+            _finite(item.local),
+            _finite(item.effect),
+            _finite(item.score),
+            "raised" if item.node in raised else "lowered" if item.node in lowered else "",
+        ]
+        for item in found.ranking[:200]
+    ]
+    note = "Local: noise-to-signal ratio of the node's result alone in 16 bits; effect: how much of it reaches the outputs."
+    sections.append(
+        Table("Sensitivity", ["node", "operator", "local", "effect", "score", "search"], sensitive, note=note)
+    )
+    return page(f"Search for {pathlib.Path(model).name}", sections, subtitle="onnxamp convert --auto")
+
+
+def _finite(value: float) -> float | str:
+    import math
+
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,145 @@
+"""One full evaluation of a candidate: strict emulation on every sample, all outputs compared with the reference's."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxamp.errors import DataError
+from onnxamp.evidence.inputs import Data
+from onnxamp.evidence.metrics import Difference, worse
+from onnxamp.evidence.sampling import Model, choose, prepared
+from onnxamp.evidence.tolerance import Tolerance
+from onnxamp.evidence.verification import Comparison, cast_sample
+from onnxamp.ort.session import SessionConfig, open_session, run
+from onnxamp.passes.emulate import emulate
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """The measures of one candidate.
+
+    Attributes:
+        worst: The worst of all outputs and samples in each measure.
+        missed: The bounds that are broken, each with its output, in words.
+        score: What the user's measure gives; None without one.
+    """
+
+    worst: Difference
+    missed: tuple[str, ...]
+    score: float | None = None
+
+    @property
+    def error(self) -> float:
+        """Noise-to-signal ratio of the worst output, to say which of two candidates comes nearer; infinite if not finite."""
+        if self.worst.nonfinite:
+            return math.inf
+        return max(1 - self.worst.cosine, 10 ** (-self.worst.snr / 10)) if not math.isnan(self.worst.snr) else math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One step of a search.
+
+    Attributes:
+        step: What was tried, in words.
+        raised: Nodes that were fp32 by the search.
+        lowered: Nodes that were 16-bit by the search.
+        share: 16-bit share of what nodes read and write.
+        traffic: Modelled bytes of one run.
+        result: The measures.
+    """
+
+    step: str
+    raised: tuple[str, ...]
+    lowered: tuple[str, ...]
+    share: float
+    traffic: int
+    result: Evaluation
+
+    @property
+    def passed(self) -> bool:
+        """Whether the tolerance is met."""
+        return not self.result.missed
+
+
+class Evaluator:
+    """The reference on its samples, run once; candidates are compared with what it gave.
+
+    Attributes:
+        samples: The samples.
+        source: Where they came from, in words.
+        digest: Hash of samples and reference outputs: the same for the same question.
+        notes: What to know besides.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tolerance: Tolerance,
+        data: Data | None,
+        score: Callable[[Sequence[Mapping[str, Any]]], float] | None,
+        least: float,
+        dim: Mapping[str, int] | None,
+        count: int,
+        seed: int,
+        config: SessionConfig,
+    ) -> None:
+        self.config = config
+        self.tolerance = tolerance
+        self._score, self._least = score, least
+        self._reference = prepared(model)
+        session = open_session(self._reference, config)
+        self.samples = choose(self._reference, session, data, dim=dim, count=count, seed=seed).kept()
+        self.source = self.samples.source
+        digest = hashlib.sha256()
+        self._expected: list[dict[str, Any]] = []
+        for sample in self.samples:
+            try:
+                self._expected.append(run(session, sample))
+            except DataError as problem:
+                raise DataError(f"The reference does not run on {self.source}: {problem}") from problem
+            for values in (sample, self._expected[-1]):
+                for name, value in values.items():
+                    digest.update(name.encode() + np.asarray(value).tobytes() if not isinstance(value, list) else b"")
+        self.digest = digest.hexdigest()
+        self.notes = (
+            (f"The samples are {self.source}: the tolerance is met on those, which says little of real data.",)
+            if self.samples.made_up
+            else ()
+        )
+
+    def evaluate(self, candidate: ir.Model) -> Evaluation:
+        """Run `candidate`, emulated, on every sample."""
+        judged = emulate(candidate)
+        comparison = Comparison(self._reference, [self._reference, judged], self.tolerance, self.config)
+        outputs: list[dict[str, Any]] = []
+        try:
+            session = open_session(judged, self.config)
+            for sample, expected in zip(self.samples, self._expected, strict=True):
+                feeds = cast_sample(sample, candidate)
+                got = run(session, feeds)
+                comparison.add((sample, feeds), expected, got)
+                if self._score is not None:
+                    outputs.append(got)
+        except DataError as problem:
+            return Evaluation(Difference(0, cosine=0.0, snr=-math.inf, nan=1), (str(problem),))
+        found = comparison.results()
+        missed = [f"{output.name}: {text}" for output in found for text in output.missed]
+        score = None
+        if self._score is not None:
+            score = float(self._score(outputs))
+            if not score >= self._least:
+                missed.append(f"score {score:.6g} < {self._least:g}")
+        floats = [output.worst for output in found if not output.worst.discrete] or [Difference(0)]
+        total = floats[0]
+        for other in floats[1:]:
+            total = worse(total, other)
+        total = dataclasses.replace(total, mismatches=sum(output.worst.mismatches for output in found))
+        return Evaluation(total, tuple(missed), score)

@@ -1,0 +1,181 @@
+"""Probes: what rounding does to each node alone, measured beside the exact computation in one graph.
+
+Rules:
+
+1. The model computes as before; its outputs are replaced by the readings.
+2. Every top-level node with an fp32 tensor result that a plan makes 16-bit gets a twin. The twin reads the exact operands, rounded to the
+   16-bit type where the plan reads them so, and its result is rounded likewise (unless it only moves data).
+3. Readings for a result y and its twin y': the sums of squares ``Σ y²`` and ``Σ (y' - y)²``, and the number of elements. Overflow of
+   the twin makes the second infinite or NaN.
+4. Nodes with bodies, and nodes that draw random numbers, get no twin. Results that carry a mask are compared above the type's lowest
+   number: a conversion clamps masks there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import onnx_ir as ir
+
+from onnxamp.dtypes import FloatType
+from onnxamp.model.units import bodies
+from onnxamp.passes.emulate import moves_data
+from onnxamp.policy.plan import Plan
+
+_RANDOM = frozenset(
+    ["RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout"]
+)
+# What carries a mask on to its softmax.
+_CARRIES = frozenset(
+    [
+        *("Add", "Sub", "Mul", "Where", "Cast", "Concat", "Expand", "Gather"),
+        *("Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"),
+    ]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The readings of one result.
+
+    Attributes:
+        node: The node in the plan's model.
+        value: Its result there.
+        signal: Name of the output with ``Σ y²``.
+        noise: Name of the output with ``Σ (y' - y)²``; empty if the node has no twin.
+        size: Name of the output with the number of elements.
+    """
+
+    node: ir.Node
+    value: ir.Value
+    signal: str
+    noise: str
+    size: str
+
+
+def probe(plan: Plan) -> tuple[ir.Model, list[Reading]]:
+    """A copy of the plan's model that gives readings in place of its outputs, and what they are.
+
+    Args:
+        plan: The plan of a model in which a node's 16-bit units are those whose rounding is to be measured; level O3 for all that is legal.
+    """
+    model = plan.graph.model.clone()
+    instrument = _Instrument(plan, model)
+    readings = instrument.run()
+    return model, readings
+
+
+class _Instrument:
+    """One run of the pass over a private copy."""
+
+    def __init__(self, plan: Plan, model: ir.Model) -> None:
+        self.plan = plan
+        self.model = model
+        self.graph = model.graph
+        self.low: FloatType = plan.options.low
+        self.rounded: dict[ir.Value, ir.Value] = {}
+        self.count = 0
+        self.floor: ir.Value | None = None
+
+    def run(self) -> list[Reading]:
+        """Add twins and readings."""
+        masked = self.masked()
+        originals = list(self.plan.graph.model.graph)
+        copies = list(self.graph)
+        outputs: list[ir.Value] = []
+        readings = []
+        for original, node in zip(originals, copies, strict=True):
+            twin = self.twin(original, node)
+            for index, value in enumerate(node.outputs):
+                if not _is_fp32(value) or node.op_type == "Constant":
+                    continue
+                mine = [self.reduced(value), self.made("Size", [value], ir.DataType.INT64)]
+                if twin is not None:
+                    other = twin.outputs[index]
+                    if not moves_data(node):
+                        other = self.round(other)
+                    mine.append(self.reduced(self.difference(other, value, original.outputs[index] in masked)))
+                names = [reading.name or "" for reading in mine]
+                outputs += mine
+                readings.append(
+                    Reading(original, original.outputs[index], names[0], names[2] if len(names) > 2 else "", names[1])
+                )
+        self.graph.outputs.clear()
+        self.graph.outputs.extend(outputs)
+        return readings
+
+    def twin(self, original: ir.Node, node: ir.Node) -> ir.Node | None:
+        """`node` again with rounded operands, at the end of the graph; None if its 16-bit result is not to be had."""
+        units = [unit for unit in self.plan.graph.of.get(original, ()) if self.plan.decisions[unit].precision != "fp32"]
+        if not units or node.op_type in _RANDOM or any(True for _ in bodies(original)):
+            return None
+        if not any(map(_is_fp32, node.outputs)):
+            return None
+        low = {read.index for unit in units for read in unit.reads if read.site is original}
+        operands = [
+            self.round(value) if index in low and value is not None and _is_fp32(value) else value
+            for index, value in enumerate(node.inputs)
+        ]
+        twin = ir.Node(
+            node.domain,
+            node.op_type,
+            operands,
+            list(node.attributes.values()),
+            overload=node.overload,
+            outputs=[
+                ir.Value(name=self.name(), type=value.type) if value.name else ir.Value() for value in node.outputs
+            ],
+            name=self.name(),
+        )
+        for fresh, value in zip(twin.outputs, node.outputs, strict=True):
+            if not value.name:
+                fresh.name = ""
+        self.graph.append(twin)
+        return twin
+
+    def round(self, value: ir.Value) -> ir.Value:
+        """`value` to 16 bits and back."""
+        if value not in self.rounded:
+            down = self.made("Cast", [value], self.low.ir, to=self.low.ir)
+            self.rounded[value] = self.made("Cast", [down], ir.DataType.FLOAT, to=ir.DataType.FLOAT)
+        return self.rounded[value]
+
+    def reduced(self, value: ir.Value) -> ir.Value:
+        """The sum of squares of all elements."""
+        return self.made("ReduceSumSquare", [value], ir.DataType.FLOAT, keepdims=0)
+
+    def difference(self, twin: ir.Value, value: ir.Value, masked: bool) -> ir.Value:
+        """The twin's error; of a mask, above the lowest number of the type."""
+        if masked:
+            if self.floor is None:
+                attribute = ir.tensor([-self.low.max], ir.DataType.FLOAT)
+                self.floor = ir.Value(
+                    name=self.name(), type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]), const_value=attribute
+                )
+                self.graph.register_initializer(self.floor)
+            twin, value = (self.made("Max", [side, self.floor], ir.DataType.FLOAT) for side in (twin, value))
+        return self.made("Sub", [twin, value], ir.DataType.FLOAT)
+
+    def masked(self) -> set[ir.Value]:
+        """The results that carry a mask which a conversion clamps."""
+        found: set[ir.Value] = set(self.plan.clamped)
+        for node in self.plan.graph.model.graph:
+            if node.op_type in _CARRIES and any(value in found for value in node.inputs if value is not None):
+                found.update(node.outputs)
+        return found
+
+    def made(self, op_type: str, inputs: list[ir.Value], dtype: ir.DataType, **attributes: int) -> ir.Value:
+        """The result of a new node at the end of the graph."""
+        out = ir.Value(name=self.name(), type=ir.TensorType(dtype))
+        listed = [ir.AttrInt64(name, int(number)) for name, number in attributes.items()]
+        self.graph.append(ir.Node("", op_type, inputs, listed, outputs=[out], name=self.name()))
+        return out
+
+    def name(self) -> str:
+        """A name that no value has."""
+        self.count += 1
+        return f"onnxamp.probe/{self.count}"
+
+
+def _is_fp32(value: ir.Value) -> bool:
+    return bool(value.name) and isinstance(value.type, ir.TensorType) and value.dtype == ir.DataType.FLOAT

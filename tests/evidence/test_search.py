@@ -1,0 +1,257 @@
+"""The search for the lowest precision within a tolerance: what it finds, that it is reproducible, and that it can be interrupted."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import numpy as np
+import onnx
+import pytest
+from click.testing import CliRunner
+from onnx import numpy_helper, parser
+
+import onnxamp
+from onnxamp.cli import cli
+from onnxamp.commands._auto import verdict
+from onnxamp.errors import UsageError
+from onnxamp.evidence import Tolerance
+from onnxamp.evidence.evaluation import Trial
+from onnxamp.evidence.search import SearchResult, search
+from onnxamp.model import io
+from onnxamp.policy.file import policy_text
+from onnxamp.policy.options import Options
+
+RNG = np.random.default_rng(7)
+
+
+def weights(rows: int, columns: int) -> np.ndarray:
+    return (RNG.standard_normal((rows, columns)) / np.sqrt(rows)).astype(np.float32)
+
+
+def proto(text: str, **constants: np.ndarray) -> onnx.ModelProto:
+    model = parser.parse_model(f'<ir_version: 10, opset_import: ["": 20]> {text}')
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
+    return model
+
+
+# Five layers; the difference of [c] cancels all but a ten-thousandth of its operands, so that what feeds it must not be rounded.
+CANCELS = proto(
+    """g (float[8,32] x) => (float[8,32] y)
+    { [l1] a = MatMul(x, w1)  [l2] b = MatMul(x, w2)  [c] c = Sub(a, b)  [l3] d = MatMul(c, w3)  [r] e = Relu(d)
+      [l4] f = MatMul(e, w4)  [l5] y = MatMul(f, w5) }""",
+    w1=(base := weights(32, 32)),
+    w2=(base + 1e-4 * weights(32, 32)).astype(np.float32),
+    w3=weights(32, 32) * 1000,
+    w4=weights(32, 32),
+    w5=weights(32, 32),
+)
+# Softmax and a LayerNormalization in the middle, harmless in 16 bits.
+ISLANDS = proto(
+    """g (float[8,32] x) => (float[8,32] y)
+    { [l1] a = MatMul(x, w1)  [soft] b = Softmax<axis = -1>(a)  [l2] c = MatMul(b, w2)
+      [norm] d = LayerNormalization<axis = -1>(c, scale)  [l3] y = MatMul(d, w3) }""",
+    w1=weights(32, 32),
+    w2=weights(32, 32),
+    w3=weights(32, 32),
+    scale=np.ones(32, np.float32),
+)
+DATA = [{"x": RNG.standard_normal((8, 32)).astype(np.float32)} for _ in range(3)]
+FP16 = Options(level="O2", dtype="fp16")
+BF16 = Options(level="O2", dtype="bf16")
+
+
+def precisions(found: SearchResult) -> dict[str, str]:
+    return {node.name or "": decision.precision for node, decision in found.result.plan.nodes.items()}
+
+
+def test_the_few_nodes_that_spoil_it_are_raised() -> None:
+    found = search(CANCELS, FP16, Tolerance(snr=45), DATA)
+    assert found.trials[0].result.missed, "O2 alone must miss it, or the test shows nothing"
+    assert found.feasible
+    assert {"l1", "l2"} <= set(found.best.raised)
+    assert precisions(found)["l4"] == precisions(found)["l5"] == "fp16"
+    assert found.weights is not None
+    assert found.weights.result.missed, "rounding the weights alone spoils the difference too"
+    assert {item.node for item in found.ranking[:3]} & {"l1", "l2"}
+    assert onnxamp.verify(CANCELS, found.result.model, DATA, {"snr": 45}, check_file=False).passed
+
+
+def test_islands_are_lowered_as_far_as_the_tolerance_allows() -> None:
+    found = search(ISLANDS, FP16, Tolerance(cosine=0.9999), DATA)
+    assert found.feasible
+    assert set(found.best.lowered) == {"soft", "norm"}
+    assert found.best.share > found.trials[0].share
+    assert found.best.traffic < found.trials[0].traffic
+    assert found.weights is None
+    strict = search(ISLANDS, FP16, Tolerance(snr=found.trials[0].result.worst.snr - 1e-6), DATA)
+    assert strict.feasible
+    assert strict.best.share <= found.best.share
+
+
+def test_an_island_that_overflows_is_never_lowered() -> None:
+    model = proto(
+        """g (float[8,32] x) => (float[8,32] y)
+        { [l1] a = MatMul(x, w1)  [exp] b = Exp(a)  [log] c = Log(b)  [l2] y = MatMul(c, w2) }""",
+        w1=weights(32, 32) * 4,
+        w2=weights(32, 32),
+    )
+    data = {"x": 3 * DATA[0]["x"]}
+    found = search(model, FP16, Tolerance(cosine=0.999), data)
+    assert "exp" not in found.best.lowered
+    assert {item.node: item.local for item in found.ranking}["exp"] == float("inf")
+
+
+def test_infeasible_is_said_with_the_figure() -> None:
+    """A 16-bit interface rounds whatever the nodes do: nothing that the search may turn gives 100 dB."""
+    found = search(ISLANDS, Options(level="O2", io="low"), Tolerance(snr=100), DATA)
+    assert not found.feasible
+    assert found.weights is not None
+    assert found.weights.result.missed
+    assert found.best.result.error <= min(trial.result.error for trial in found.trials)
+    assert "infeasible" in verdict(found)
+    assert f"rounding them alone gives {found.weights.result.missed[0]}" in verdict(found)
+
+
+def test_raising_all_is_the_last_resort() -> None:
+    found = search(CANCELS, BF16, Tolerance(snr=120), DATA)
+    assert found.feasible
+    assert found.best.share == 0
+
+
+@pytest.mark.parametrize("model, tolerance", [(CANCELS, Tolerance(snr=45)), (ISLANDS, Tolerance(cosine=0.9999))])
+def test_the_policy_reproduces_the_model(model: onnx.ModelProto, tolerance: Tolerance, tmp_path: pathlib.Path) -> None:
+    found = search(model, FP16, tolerance, DATA)
+    assert found.policy
+    path = tmp_path / "policy.toml"
+    path.write_text(policy_text(found.policy, ["a comment"]), encoding="utf-8")
+    again = onnxamp.convert(model, policy=path)
+    assert io.to_proto(again.model).SerializeToString() == io.to_proto(found.result.model).SerializeToString()
+
+
+def test_the_same_question_gives_the_same_answer() -> None:
+    one, two = (search(CANCELS, FP16, Tolerance(snr=45), DATA) for _ in range(2))
+    assert one.policy == two.policy
+    assert one.trials == two.trials
+
+
+def test_an_interrupted_search_goes_on_to_the_same_policy(tmp_path: pathlib.Path) -> None:
+    whole = search(CANCELS, FP16, Tolerance(snr=45), DATA)
+    stop = 3
+    assert len(whole.trials) > stop
+    journal = tmp_path / "search.jsonl"
+    seen: list[Trial] = []
+
+    def interrupt(trial: Trial) -> None:
+        seen.append(trial)
+        if len(seen) == stop:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(CANCELS, FP16, Tolerance(snr=45), DATA, journal=str(journal), on_trial=interrupt)
+    lines = journal.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 1 + stop
+    # An answer in the journal that no evaluation would give shows that it is read.
+    marked = json.loads(lines[1])
+    marked["worst"]["max_abs"] = 1234.5
+    journal.write_text("\n".join([lines[0], json.dumps(marked), *lines[2:], '{"policy": "cut o']), encoding="utf-8")
+    resumed = search(CANCELS, FP16, Tolerance(snr=45), DATA, journal=str(journal))
+    assert resumed.trials[0].result.worst.max_abs == 1234.5
+    assert resumed.policy == whole.policy
+    assert resumed.trials[1:] == whole.trials[1:]
+    assert not journal.exists()
+
+
+def test_a_journal_of_another_question_is_not_believed(tmp_path: pathlib.Path) -> None:
+    journal = tmp_path / "search.jsonl"
+
+    def interrupt(trial: Trial) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(CANCELS, FP16, Tolerance(snr=45), DATA, journal=str(journal), on_trial=interrupt)
+    text = journal.read_text(encoding="utf-8").replace('"max_abs": ', '"max_abs": 1234')
+    journal.write_text(text, encoding="utf-8")
+    found = search(CANCELS, FP16, Tolerance(snr=45), DATA[:2], journal=str(journal))
+    assert found.trials[0].result.worst.max_abs < 1234
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_no_more_evaluations_than_allowed(limit: int) -> None:
+    assert len(search(CANCELS, FP16, Tolerance(snr=45), DATA, max_evals=limit).trials) <= limit
+
+
+def test_a_measure_of_the_users() -> None:
+    def agreement(outputs: object) -> float:
+        assert len(outputs) == len(DATA)  # type: ignore[arg-type]
+        return float(np.mean([np.isfinite(out["y"]).all() for out in outputs]))  # type: ignore[attr-defined]
+
+    found = search(ISLANDS, FP16, Tolerance(), DATA, score=agreement, least=1.0)
+    assert found.feasible
+    assert found.best.result.score == 1.0
+    refused = search(ISLANDS, FP16, Tolerance(), DATA, score=lambda outputs: 0.25, least=0.5, max_evals=4)
+    assert not refused.feasible
+    assert refused.best.result.missed == ("score 0.25 < 0.5",)
+
+
+@pytest.mark.parametrize("measure, bound", [("max_rel", 0.01), ("top1", 0.9), ("kl", 1e-3), ("cosine", 0.999)])
+def test_every_measure_is_searched_by(measure: str, bound: float) -> None:
+    found = search(ISLANDS, BF16 if measure == "cosine" else FP16, Tolerance().replaced({measure: bound}), DATA)
+    assert found.feasible
+    value = getattr(found.best.result.worst, measure)
+    assert value >= bound if measure in ("cosine", "top1") else value <= bound
+
+
+def test_what_the_user_decided_is_left_alone() -> None:
+    found = search(ISLANDS, Options(level="O2", keep=("norm", "l1")), Tolerance(cosine=0.9999), DATA)
+    assert precisions(found)["norm"] == precisions(found)["l1"] == "fp32"
+    with pytest.raises(UsageError, match="level O2"):
+        search(ISLANDS, Options(level="O3"), Tolerance(cosine=0.9), DATA)
+
+
+def test_made_up_samples_are_named_as_such() -> None:
+    found = search(ISLANDS, FP16, Tolerance(cosine=0.999))
+    assert "made up" in found.data
+    assert any("made up" in note for note in found.notes)
+
+
+def test_the_command(tmp_path: pathlib.Path) -> None:
+    onnx.save(ISLANDS, tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", x=DATA[0]["x"])
+    arguments = [
+        "convert",
+        str(tmp_path / "m.onnx"),
+        "--auto",
+        "--tolerance",
+        "cosine=0.9999",
+        "--data",
+        str(tmp_path / "d.npz"),
+    ]
+    ran = CliRunner().invoke(cli, [*arguments, "--json"], catch_exceptions=False)
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(ran.stdout)["auto"]
+    assert found["feasible"]
+    assert set(found["lowered"]) == {"soft", "norm"}
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"m.onnx", "d.npz", "m.auto.fp16.onnx", "m.auto.fp16.policy.toml", "m.auto.fp16.auto.html"}
+    page = (tmp_path / "m.auto.fp16.auto.html").read_text(encoding="utf-8")
+    assert "lower 2 islands" in page
+    again = [*arguments[:2], "--policy", str(tmp_path / "m.auto.fp16.policy.toml"), "-o", str(tmp_path / "again.onnx")]
+    assert CliRunner().invoke(cli, again, catch_exceptions=False).exit_code == 0
+    assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / "m.auto.fp16.onnx").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--auto"], "--tolerance"),
+        (["--tolerance", "cosine=0.9"], "--auto"),
+        (["--auto", "--tolerance", "speed=3"], "speed"),
+        (["--auto", "--tolerance", "cosine=0.9", "--plan-only"], "--plan-only"),
+        (["--data", "x.npz"], "--data"),
+    ],
+)
+def test_options_that_do_not_go_together(options: list[str], words: str, tmp_path: pathlib.Path) -> None:
+    onnx.save(ISLANDS, tmp_path / "m.onnx")
+    with pytest.raises(UsageError, match=words):
+        CliRunner().invoke(cli, ["convert", str(tmp_path / "m.onnx"), *options], catch_exceptions=False)
