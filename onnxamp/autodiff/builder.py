@@ -92,7 +92,16 @@ class Builder(Emitter):
         if isinstance(size, int):
             return self.constant(np.asarray([size], np.int64), "shape")
         axis %= self.rank(value)
-        return self.Slice(self.Shape(value), [axis], [axis + 1], [0])
+        return self.shape_slice(value, axis, axis + 1)
+
+    def shape_slice(self, value: ir.Value, start: int, end: int) -> ir.Value:
+        """Dimensions `start` to `end` (exclusive, both non-negative) as an int64 tensor.
+
+        One Shape node where the opset has its attributes: CUDA leaves a Slice of a shape to the CPU.
+        """
+        if self.opset >= 15:
+            return self.emit("Shape", [value], {"start": start, "end": end})[0]
+        return self.Slice(self.Shape(value), [start], [end], [0])
 
     def target(self, value: ir.Value) -> ir.Value:
         """A shape for Reshape that gives the shape of `value`: constant with one −1 where that suffices."""

@@ -110,7 +110,7 @@ class Masks:
             count = op.constant(np.asarray(int(np.prod([int(dim or 0) for dim in dims]))))
             shape = op.constant(np.asarray(dims, np.int64))
         else:
-            shape = op.Slice(op.Shape(x), [1], [2**31], [0])
+            shape = op.shape_slice(x, 1, op.rank(x))
             count = op.emit("ReduceProd", [shape], {"keepdims": 0})[0]
         index = op.Range(op.constant(np.asarray(0)), count, op.constant(np.asarray(1)))
         word = (number * _KEY + _NODE_KEY) % (1 << 64)
