@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from onnxamp.evidence import VerifyResult
     from onnxamp.evidence.metrics import Difference
+    from onnxamp.report import Section
 
 
 @click.command(
@@ -16,15 +19,16 @@ if TYPE_CHECKING:
 
 \b
     onnxamp verify model.onnx model.O2.fp16.onnx
-    onnxamp verify model.onnx model.O2.fp16.onnx --data samples.npz --tolerance cosine=0.9999 --tolerance snr=40"""
+    onnxamp verify model.onnx model.O2.fp16.onnx --data samples.npz --tolerance cosine=0.9999 --tolerance snr=40
+    onnxamp verify model.onnx model.O1.fp16.onnx model.O2.fp16.onnx other-tool.onnx --report compared.html"""
 )
 @click.argument("reference", type=click.Path())
-@click.argument("candidate", type=click.Path())
+@click.argument("candidates", type=click.Path(), nargs=-1, required=True, metavar="CANDIDATE...")
 @click.option(
     "--data", type=click.Path(), help="An .npz file, or a folder of .npz or .npy files. Made up from the model else."
 )
 @click.option("--tolerance", multiple=True, metavar="MEASURE=NUMBER",
-              help="cosine, snr, max_abs, max_rel, nonfinite, integers or top1; 'none' lifts a bound.")  # fmt: skip
+              help="cosine, snr, max_abs, max_rel, nonfinite, integers, top1 or kl; 'none' lifts a bound.")  # fmt: skip
 @click.option("--dim", multiple=True, metavar="NAME=N", help="Size of a free dimension of inputs that are made up.")
 @click.option("--samples", default=4, show_default=True, type=click.IntRange(1), help="How many inputs to make up.")
 @click.option("--seed", default=0, show_default=True, help="Seed of inputs that are made up.")
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     reference: str,
-    candidate: str,
+    candidates: tuple[str, ...],
     data: str | None,
     tolerance: tuple[str, ...],
     dim: tuple[str, ...],
@@ -51,10 +55,11 @@ def command(
     force: bool,
     as_json: bool,
 ) -> int:
-    """Run REFERENCE and CANDIDATE on the same inputs and compare every output.
+    """Run REFERENCE and each CANDIDATE on the same inputs and compare every output.
 
-    16-bit arithmetic is emulated strictly: each result is rounded to its type, so that overflow shows on any machine. Exit
-    code 1 if an output is outside the tolerance (default fp16: cosine 0.999, 30 dB; bf16: cosine 0.99; no new NaN or Inf).
+    Several candidates (levels, types, other tools' files) end in one table. 16-bit arithmetic is emulated strictly: each
+    result is rounded to its type, so that overflow shows on any machine. Exit code 1 if an output of some candidate is
+    outside the tolerance (default fp16: cosine 0.999, 30 dB; bf16: cosine 0.99; no new NaN or Inf).
     """
     import json
 
@@ -65,18 +70,94 @@ def command(
 
     bounds, dims = parse(tolerance), sizes(dim)
     check_outputs([], report, force)
-    with console.progress(f"verifying {candidate}"):
-        result = verify(reference, candidate, data, bounds, dim=dims, count=samples, seed=seed, provider=provider)
-    found = {"reference": reference, "candidate": candidate, **result.to_dict()}
+    results = []
+    for candidate in candidates:
+        with console.progress(f"verifying {candidate}"):
+            results.append(
+                verify(reference, candidate, data, bounds, dim=dims, count=samples, seed=seed, provider=provider)
+            )
+    parts = [{"candidate": name, **result.to_dict()} for name, result in zip(candidates, results, strict=True)]
+    found = {"reference": reference, **(parts[0] if len(parts) == 1 else {"candidates": parts})}
     for file in report:
-        html = file.endswith(".html")
-        text = page_of(reference, candidate, result) if html else json.dumps(found, indent=2, allow_nan=False) + "\n"
+        if file.endswith(".html"):
+            text = page_of(reference, candidates, results)
+        else:
+            text = json.dumps(found, indent=2, allow_nan=False) + "\n"
         write_text(file, text)
     if as_json:
         console.print_json(found)
+    elif len(results) == 1:
+        show(results[0])
     else:
-        show(result)
-    return int(not result.passed)
+        show_all(candidates, results)
+    return int(not all(result.passed for result in results))
+
+
+_ALL_COLUMNS = (
+    "candidate",
+    "verdict",
+    "precision",
+    "cosine",
+    "SNR dB",
+    "max rel",
+    "non-finite",
+    "unequal",
+    "top-1",
+    "sample",
+)
+
+
+def show_all(candidates: Sequence[str], results: Sequence[VerifyResult]) -> None:
+    """Print a row for each candidate, and where those that fail begin to differ."""
+    from onnxamp import console
+
+    rows = [
+        ["" if cell is None else console.number(cell) if isinstance(cell, float) else str(cell) for cell in row]
+        for row in _summaries(candidates, results)
+    ]
+    console.show(console.grid(list(_ALL_COLUMNS), rows, right=range(3, len(_ALL_COLUMNS))))
+    for name, result in zip(candidates, results, strict=True):
+        if not result.passed:
+            console.show("")
+            console.show(f"{name}: {_verdict(result)}")
+            for output in result.outputs:
+                if output.missed:
+                    console.show(f"output {output.name!r}, sample {output.sample}: {'; '.join(output.missed)}")
+            for text in result.problems:
+                console.show(text)
+            if result.divergence is not None:
+                console.show(_where(result))
+
+
+def _summaries(candidates: Sequence[str], results: Sequence[VerifyResult]) -> list[list[float | str | int | None]]:
+    """One row a candidate: its worst output in each measure, and the sample of the output that is worst."""
+    from onnxamp.evidence.metrics import worst_of
+
+    rows: list[list[float | str | int | None]] = []
+    for name, result in zip(candidates, results, strict=True):
+        verdict = "passed" if result.passed else "failed"
+        if not result.outputs:
+            rows.append([name, verdict, result.precision, *[None] * 7])
+            continue
+        worst = worst_of(output.worst for output in result.outputs)
+        lowest = min(result.outputs, key=lambda output: (not output.missed, output.worst.snr))
+        cosine, snr, _, relative = _cells(worst)
+        unequal = worst.mismatches - worst.ties
+        rows.append(
+            [
+                name,
+                verdict,
+                result.precision,
+                cosine,
+                snr,
+                relative,
+                worst.nonfinite,
+                unequal,
+                worst.top1,
+                lowest.sample,
+            ]
+        )
+    return rows
 
 
 def show(result: VerifyResult) -> None:
@@ -116,11 +197,26 @@ def show(result: VerifyResult) -> None:
     console.show(_verdict(result))
 
 
-def page_of(reference: str, candidate: str, result: VerifyResult) -> str:
-    """The result as an HTML page."""
+def page_of(reference: str, candidates: Sequence[str], results: Sequence[VerifyResult]) -> str:
+    """The results as an HTML page."""
     import pathlib
 
-    from onnxamp.report import Figures, Note, Section, Table, page
+    from onnxamp.report import Table, page
+
+    if len(results) == 1:
+        title = f"{pathlib.Path(candidates[0]).name} against {pathlib.Path(reference).name}"
+        return page(title, _sections(results[0]), subtitle="onnxamp verify")
+    note = "The worst output of the worst sample in each measure."
+    sections: list[Section] = [Table("Candidates", _ALL_COLUMNS, _summaries(candidates, results), note=note)]
+    for name, result in zip(candidates, results, strict=True):
+        sections += _sections(result, f"{pathlib.Path(name).name}: ")
+    title = f"{len(results)} candidates against {pathlib.Path(reference).name}"
+    return page(title, sections, subtitle="onnxamp verify")
+
+
+def _sections(result: VerifyResult, prefix: str = "") -> list[Section]:
+    """What a page says of one candidate."""
+    from onnxamp.report import Figures, Note, Table
 
     rows = [
         [
@@ -151,20 +247,19 @@ def page_of(reference: str, candidate: str, result: VerifyResult) -> str:
     bounds = [[name, value] for name, value in result.tolerance.to_dict().items() if value is not None]
     prose = [_verdict(result), *([_where(result)] if result.divergence else []), *result.problems, *result.notes]
     failed = sum(bool(output.missed) for output in result.outputs)
-    sections: list[Section] = [
+    return [
         Figures(
             [
                 ("verdict", "passed" if result.passed else "failed", f"{failed} of {len(rows)} outputs fail"),
                 ("precision", result.precision, "emulated strictly" if result.precision != "fp32" else ""),
                 ("samples", str(result.samples), result.data),
-            ]
+            ],
+            title=prefix.rstrip(": "),
         ),
         Note(prose, tone="good" if result.passed else "bad"),
-        Table("Outputs", columns, rows, note="The worst of all samples; the sample is the one that is worst."),
-        Table("Tolerance", ["measure", "bound"], bounds),
+        Table(f"{prefix}Outputs", columns, rows, note="The worst of all samples; the sample is the one that is worst."),
+        Table(f"{prefix}Tolerance", ["measure", "bound"], bounds),
     ]
-    names = (pathlib.Path(reference).name, pathlib.Path(candidate).name)
-    return page(f"{names[1]} against {names[0]}", sections, subtitle="onnxamp verify")
 
 
 def _cells(worst: Difference) -> list[float | str | None]:

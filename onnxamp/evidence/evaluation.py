@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from onnxamp.errors import DataError
 from onnxamp.evidence.inputs import Data
-from onnxamp.evidence.metrics import Difference, worse
+from onnxamp.evidence.metrics import Difference, worst_of
 from onnxamp.evidence.sampling import Model, choose, prepared
 from onnxamp.evidence.tolerance import Tolerance
 from onnxamp.evidence.verification import Comparison, cast_sample
@@ -137,9 +137,5 @@ class Evaluator:
             score = float(self._score(outputs))
             if not score >= self._least:
                 missed.append(f"score {score:.6g} < {self._least:g}")
-        floats = [output.worst for output in found if not output.worst.discrete] or [Difference(0)]
-        total = floats[0]
-        for other in floats[1:]:
-            total = worse(total, other)
-        total = dataclasses.replace(total, mismatches=sum(output.worst.mismatches for output in found))
+        total = worst_of(output.worst for output in found) if found else Difference(0)
         return Evaluation(total, tuple(missed), score)

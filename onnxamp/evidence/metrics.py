@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -204,4 +205,18 @@ def worse(a: Difference, b: Difference) -> Difference:
         discrete=a.discrete and b.discrete,
         top1=min(rows) if rows else None,
         kl=max(diverged) if diverged else None,
+    )
+
+
+def worst_of(found: Iterable[Difference]) -> Difference:
+    """The worst of several outputs: float measures of those that hold floats, counts of all.
+
+    Raises:
+        ValueError: There are none.
+    """
+    found = list(found)
+    floats = [part for part in found if not part.discrete] or found
+    total = functools.reduce(worse, floats)
+    return dataclasses.replace(
+        total, mismatches=sum(part.mismatches for part in found), ties=sum(part.ties for part in found)
     )

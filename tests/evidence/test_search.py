@@ -119,7 +119,7 @@ def test_raising_all_is_the_last_resort() -> None:
     assert found.best.share == 0
 
 
-@pytest.mark.parametrize("model, tolerance", [(CANCELS, Tolerance(snr=45)), (ISLANDS, Tolerance(cosine=0.9999))])
+@pytest.mark.parametrize(("model", "tolerance"), [(CANCELS, Tolerance(snr=45)), (ISLANDS, Tolerance(cosine=0.9999))])
 def test_the_policy_reproduces_the_model(model: onnx.ModelProto, tolerance: Tolerance, tmp_path: pathlib.Path) -> None:
     found = search(model, FP16, tolerance, DATA)
     assert found.policy
@@ -194,7 +194,7 @@ def test_a_measure_of_the_users() -> None:
     assert refused.best.result.missed == ("score 0.25 < 0.5",)
 
 
-@pytest.mark.parametrize("measure, bound", [("max_rel", 0.01), ("top1", 0.9), ("kl", 1e-3), ("cosine", 0.999)])
+@pytest.mark.parametrize(("measure", "bound"), [("max_rel", 0.01), ("top1", 0.9), ("kl", 1e-3), ("cosine", 0.999)])
 def test_every_measure_is_searched_by(measure: str, bound: float) -> None:
     found = search(ISLANDS, BF16 if measure == "cosine" else FP16, Tolerance().replaced({measure: bound}), DATA)
     assert found.feasible
@@ -242,7 +242,7 @@ def test_the_command(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options, words",
+    ("options", "words"),
     [
         (["--auto"], "--tolerance"),
         (["--tolerance", "cosine=0.9"], "--auto"),

@@ -267,3 +267,28 @@ def test_evidence_needs_no_runtime_to_import() -> None:
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert "RuntimeMissingError" in done.stderr
     assert "onnxamp[cpu]" in done.stderr
+
+
+def test_several_candidates_in_one_table_and_page(tmp_path: pathlib.Path) -> None:
+    from click.testing import CliRunner
+
+    from onnxamp.cli import cli
+
+    onnx.save(REFERENCE, tmp_path / "r.onnx")
+    onnx.save(LOW, tmp_path / "low.onnx")
+    onnx.save(REFERENCE, tmp_path / "same.onnx")
+    np.savez(tmp_path / "d.npz", **LARGE)
+    arguments = ["verify", *(str(tmp_path / name) for name in ("r.onnx", "same.onnx", "low.onnx"))]
+    arguments += ["--data", str(tmp_path / "d.npz")]
+    ran = CliRunner().invoke(cli, arguments, catch_exceptions=False, standalone_mode=False)
+    assert ran.return_value == 1
+    rows = [line for line in ran.stdout.splitlines() if "same.onnx" in line or "low.onnx" in line]
+    assert ["passed" in rows[0], "failed" in rows[1]] == [True, True]
+    assert "'cube'" in ran.stdout
+    page = tmp_path / "p.html"
+    ran = CliRunner().invoke(cli, [*arguments, "--json", "--report", str(page)], standalone_mode=False)
+    found = json.loads(ran.stdout)
+    assert [part["passed"] for part in found["candidates"]] == [True, False]
+    text = page.read_text(encoding="utf-8")
+    assert "2 candidates against r.onnx" in text
+    assert "low.onnx: Outputs" in text
