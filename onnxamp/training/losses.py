@@ -237,7 +237,7 @@ class MSE:
 
 @dataclasses.dataclass(frozen=True)
 class L1:
-    """|x−y|; ``torch.nn.functional.l1_loss``."""
+    """``|x − y|``; ``torch.nn.functional.l1_loss``."""
 
     def labels(self, prediction: ir.Value) -> Labels:
         """Floats of the prediction's shape."""
@@ -251,7 +251,7 @@ class L1:
 
 @dataclasses.dataclass(frozen=True)
 class Huber:
-    """½·d² where |d| ≤ δ, else δ·(|d| − ½·δ), with d = x−y; ``torch.nn.functional.huber_loss``.
+    """``½·d²`` where ``|d| ≤ δ``, else ``δ·(|d| − ½·δ)``, with ``d = x − y``; ``torch.nn.functional.huber_loss``.
 
     Attributes:
         delta: δ > 0.
