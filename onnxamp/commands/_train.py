@@ -53,7 +53,7 @@ class Session:
     @property
     def resumes(self) -> bool:
         """Whether there is a run to go on with."""
-        return bool(self.options["resume"]) and self.run.exists
+        return bool(self.options["resume"]) and self.run.exists and self.run.ours
 
     def train(self) -> History:
         """Do it."""
@@ -98,7 +98,8 @@ class Session:
         self.effective |= {"batch-size": size, "accumulate": accumulate}
         trainer = Trainer(bundle, provider, accumulate, threads=threads)
         self._plan(trainer)  # finds mistakes in the options before anything is written
-        self.run.create(force=options["force"] or (options["resume"] and not self.run.exists))
+        inputs = [options[name] for name in ("model", "data", "val", "init_from", "like") if options[name]]
+        self.run.create(inputs, force=options["force"] or options["resume"])
         bundle = bundle.save(self.run.bundle_path)
         trainer.bundle = bundle
         if names is not None:

@@ -1,5 +1,6 @@
 """The folder of a run: where everything lies, how it is begun, gone on with and read.
 
+RUN/.onnxamp-run         says that the folder is a run's, so that its files may be replaced; written before any of them
 RUN/config.toml          the effective options; `onnxamp train --config RUN/config.toml -o NEW` does it again
 RUN/bundle/              the graphs and the state at the start
 RUN/checkpoints/         step-N.safetensors (the newest ones) and best.safetensors
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from onnxamp.errors import ModelError, UsageError
 from onnxamp.trainer.callbacks import checkpoints
 from onnxamp.trainer.checkpoint import atomic, disk_error, read
 from onnxamp.trainer.tracking import read_metrics
+from onnxamp.training.bundle import MANIFEST
 
 logger = logging.getLogger("onnxamp")
 
+_MARKER = ".onnxamp-run"
 _OURS = (
     "config.toml",
     "bundle",
@@ -51,6 +54,7 @@ class Run:
         self.model_path = self.folder / "model.onnx"
         self.report_path = self.folder / "report.html"
         self.names_path = self.bundle_path / "names.json"
+        self._marker = self.folder / _MARKER
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Run:
@@ -65,37 +69,66 @@ class Run:
         return run
 
     @property
-    def exists(self) -> bool:
-        """Whether the folder holds a run."""
-        return self.config_path.is_file()
+    def ours(self) -> bool:
+        """Whether `create` made the folder, so that the files of a run in it may be replaced."""
+        return self._marker.is_file()
 
-    def create(self, *, force: bool = False) -> None:
+    @property
+    def exists(self) -> bool:
+        """Whether the folder holds a run that was begun."""
+        return self.config_path.is_file() and (self.bundle_path / MANIFEST).is_file()
+
+    def create(self, inputs: Iterable[str | os.PathLike[str]] = (), *, force: bool = False) -> None:
         """Make the folder for a new run.
 
+        Files are only ever deleted in a folder that `create` marked as a run's before it wrote anything into it.
+
         Args:
+            inputs: What the run is made from: files and folders that must not be among those replaced.
             force: Delete the run that is there; other files of the folder stay.
 
         Raises:
-            UsageError: There is a run, or anything else, and `force` is not given.
+            UsageError: There is a run and `force` is not given; the folder holds anything else; or an input is in the run
+                that would be replaced.
             RuntimeMissingError: The folder cannot be written.
         """
         try:
-            if self.folder.is_file():
+            if self.folder.exists() and not self.folder.is_dir():
                 raise UsageError(f"{self.folder} is a file; name a folder for the run.")
             if self.folder.is_dir() and any(self.folder.iterdir()):
+                if not self.ours:
+                    raise UsageError(
+                        f"{self.folder} is not empty and no run (it has no {_MARKER}): name another folder for the run."
+                    )
                 if not force:
-                    what = "holds a run" if self.exists else "is not empty"
-                    go_on = "--resume to go on, " if self.exists else ""
-                    raise UsageError(f"{self.folder} {what}: give {go_on}--force to replace it, or another folder.")
-                for name in _OURS:
-                    path = self.folder / name
-                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            self.checkpoint_folder.mkdir(parents=True)
+                    raise UsageError(
+                        f"{self.folder} holds a run: give --resume to go on, --force to replace it, or another folder."
+                    )
+                self._keep_off(inputs)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._marker.write_text("A run of onnxamp, which may replace its own files here.\n", encoding="utf-8")
+            for name in _OURS:
+                path = self.folder / name
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+            self.checkpoint_folder.mkdir()
         except OSError as problem:
             raise disk_error(self.folder, problem) from problem
 
+    def _keep_off(self, inputs: Iterable[str | os.PathLike[str]]) -> None:
+        """Refuse inputs that `create` would delete: files of the run, or the run itself."""
+        ours = [(self.folder / name).resolve() for name in _OURS]
+        for given in inputs:
+            path = Path(given).resolve()
+            if path == self.folder.resolve() or any(path.is_relative_to(file) for file in ours):
+                raise UsageError(
+                    f"{os.fspath(given)} is in the run that would be replaced: name another folder for the new one."
+                )
+
     def write_config(self, options: Mapping[str, Any]) -> None:
-        """Save the effective options; with them the folder counts as a run."""
+        """Save the effective options; with them and the bundle the folder counts as a run."""
         self.write_text(self.config_path, config.write(options))
 
     def read_config(self) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def test_a_run_leaves_everything_behind(run):
     assert result["values"]["accuracy"] > 0.85
     assert result["steps"] == 6 * 12
     assert {path.name for path in folder.iterdir()} == {
-        "bundle", "checkpoints", "config.toml", "metrics.jsonl", "model.onnx", "report.html", "tensorboard",
+        ".onnxamp-run", "bundle", "checkpoints", "config.toml", "metrics.jsonl", "model.onnx", "report.html", "tensorboard",
     }  # fmt: skip
     assert len(list((folder / "checkpoints").glob("step-*"))) == 2
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
@@ -305,6 +305,45 @@ def test_poisoned_rows_are_skipped_and_named(place, call):
     found = json.loads(out)
     assert found["data"] == [{"column": "image", "rows": [100, 300], "nan": True}]
     assert found["levels"][0]["first"]["nan"] > 0
+
+
+@pytest.mark.parametrize("flag", ["resume", "force"])
+@pytest.mark.parametrize("config", [False, True])
+def test_files_that_are_no_runs_are_left_alone(place, call, tmp_path, flag, config):
+    """A folder of a user's own, with names that a run has too: nothing in it may change."""
+    mlp(tmp_path / "model.onnx")
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle/manifest.json").write_text("mine")
+    (tmp_path / "metrics.jsonl").write_text("mine")
+    if config:
+        (tmp_path / "config.toml").write_text("lr = 0.5\n")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    arguments = options(place, tmp_path, lr=None, **{flag: True})
+    code, _, err = call("train", tmp_path / "model.onnx", *arguments[2:])
+    assert code == 2
+    assert "is not empty and no run" in err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_is_replaced_only_by_what_does_not_come_from_it(place, call, tmp_path):
+    folder = tmp_path / "run"
+    quick = {"val": None, "metric": None, "epochs": None, "steps": 1}
+    assert call(*options(place, folder, **quick))[0] == 0
+    (folder / "notes.txt").write_text("mine")
+    model = (folder / "model.onnx").read_bytes()
+    for source in (folder / "model.onnx", folder / "bundle"):
+        unbuilt = {"loss": None, "lr": None, "level": None} if source.is_dir() else {}
+        code, _, err = call("train", source, *options(place, folder, force=True, **quick, **unbuilt)[2:])
+        assert (code, err) == (
+            2, f"Error: {source} is in the run that would be replaced: name another folder for the new one.\n"
+        )  # fmt: skip
+    code, _, err = call(*options(place, folder, force=True, **{**quick, "init-from": folder}))
+    assert code == 2
+    assert "in the run that would be replaced" in err
+    assert (folder / "model.onnx").read_bytes() == model
+    assert call(*options(place, folder, force=True, **{**quick, "steps": 2}))[0] == 0
+    assert (folder / "model.onnx").read_bytes() != model
+    assert (folder / "notes.txt").read_text() == "mine"
 
 
 BAD_CALLS = [
