@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import pathlib
-import tempfile
 from collections.abc import Iterator
 
 import numpy as np
@@ -19,6 +18,7 @@ import onnx
 import onnx_ir as ir
 from onnx import numpy_helper
 
+from onnxamp import files
 from onnxamp.errors import ModelError, RuntimeMissingError, UsageError
 from onnxamp.model import validation
 from onnxamp.model.tensors import byte_blocks, is_external
@@ -50,7 +50,7 @@ def load(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, *, sort: b
         try:
             model = source.clone()
         except RuntimeError as problem:
-            raise ModelError(f"The model cannot be copied, its graph is inconsistent: {_cause(problem)}") from None
+            raise ModelError(f"The model cannot be copied, its graph is inconsistent: {_cause(problem)}.") from None
         return in_order(model) if sort else model
     folder = None
     if isinstance(source, onnx.ModelProto):
@@ -101,7 +101,7 @@ def _deserialize(proto: onnx.ModelProto, *, own: bool) -> ir.Model:
     try:
         model = ir.from_proto(proto)
     except Exception as problem:
-        raise ModelError(f"The model cannot be read: {_cause(problem)}") from None
+        raise ModelError(f"The model cannot be read: {_cause(problem)}.") from None
     finally:
         _log.setLevel(level)
     if "ai.onnx" in model.opset_imports:
@@ -117,7 +117,7 @@ def _cause(problem: BaseException) -> str:
     """The innermost message of a chain of exceptions, on one line."""
     while problem.__cause__ is not None:
         problem = problem.__cause__
-    return " ".join(str(problem).split())[:300]
+    return " ".join(str(problem).split())[:300].rstrip(".")
 
 
 def _declared(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.ValueInfoProto]:
@@ -246,12 +246,14 @@ def save(model: ir.Model, path: str | os.PathLike[str], *, overwrite: bool = Fal
     lies beside the model and is called after its content, `STEM-HASH.data`, so that it never replaces another model's data.
 
     Raises:
-        UsageError: The file exists and `overwrite` is false, or its folder does not exist.
+        UsageError: The file exists and `overwrite` is false, or is none (a folder, a device), or its folder does not exist.
         RuntimeMissingError: The disk is full or the folder may not be written.
     """
     path = pathlib.Path(path)
     if path.exists() and not overwrite:
         raise UsageError(f"{os.fspath(path)!r} exists already; choose another name or allow overwriting.")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{os.fspath(path)!r} is no ordinary file; choose another name.")
     if not path.parent.is_dir():
         raise UsageError(f"There is no folder {os.fspath(path.parent)!r}.")
     try:
@@ -263,7 +265,7 @@ def save(model: ir.Model, path: str | os.PathLike[str], *, overwrite: bool = Fal
 def _save(model: ir.Model, path: pathlib.Path) -> None:
     places = _external_places(model)
     if not places:
-        _write(path, to_proto(model).SerializeToString(deterministic=True))
+        files.write(path, to_proto(model).SerializeToString(deterministic=True))
         return
     tensors = {id(place.tensor): place.tensor for place in places}
     location, spans = _write_data(path, tensors)
@@ -288,7 +290,7 @@ def _save(model: ir.Model, path: pathlib.Path) -> None:
     finally:
         for place in places:
             place.put(place.tensor)
-    _write(path, data)
+    files.write(path, data)
 
 
 class _Place:
@@ -342,47 +344,19 @@ def _write_data(path: pathlib.Path, tensors: dict[int, ir.TensorProtocol]) -> tu
     spans: dict[int, tuple[int, int]] = {}
     digest = hashlib.sha256()
     position = 0
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            for key, tensor in tensors.items():
-                # Whole pages for large tensors, so that a runtime can map them.
-                alignment = 4096 if tensor.nbytes >= 1 << 16 else 64
-                padding = bytes(-position % alignment)
-                file.write(padding)
-                digest.update(padding)
-                start = position = position + len(padding)
-                for block in byte_blocks(tensor):
-                    file.write(block)
-                    digest.update(block)
-                    position += len(block)
-                spans[key] = (start, position - start)
-            file.flush()
-            os.fsync(file.fileno())
+    with files.Unfinished(path) as unfinished:
+        for key, tensor in tensors.items():
+            # Whole pages for large tensors, so that a runtime can map them.
+            alignment = 4096 if tensor.nbytes >= 1 << 16 else 64
+            padding = bytes(-position % alignment)
+            unfinished.file.write(padding)
+            digest.update(padding)
+            start = position = position + len(padding)
+            for block in byte_blocks(tensor):
+                unfinished.file.write(block)
+                digest.update(block)
+                position += len(block)
+            spans[key] = (start, position - start)
         location = f"{path.stem}-{digest.hexdigest()[:12]}.data"
-        _publish(temporary, path.parent / location)
-    except BaseException:
-        pathlib.Path(temporary).unlink(missing_ok=True)
-        raise
+        unfinished.publish(path.parent / location)
     return location, spans
-
-
-def _write(path: pathlib.Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        _publish(temporary, path)
-    except BaseException:
-        pathlib.Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _publish(temporary: str, path: pathlib.Path) -> None:
-    """Rename a finished temporary file into place, readable as a new file would be."""
-    mask = os.umask(0)
-    os.umask(mask)
-    os.chmod(temporary, 0o666 & ~mask)
-    os.replace(temporary, path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -28,6 +30,13 @@ _FIELD = {
     **dict.fromkeys((21, 22, 23), ("int32_data", 0.5)),  # two 4-bit elements an entry
     **dict.fromkeys((25, 26), ("int32_data", 0.25)),  # four 2-bit elements an entry
 }
+_HELD = {
+    _ATTRIBUTE.TENSOR: "t",
+    _ATTRIBUTE.GRAPH: "g",
+    _ATTRIBUTE.SPARSE_TENSOR: "sparse_tensor",
+    _ATTRIBUTE.TYPE_PROTO: "tp",
+}
+_MANY = 1 << 20
 
 
 def check(proto: onnx.ModelProto, folder: pathlib.Path | None) -> None:
@@ -76,6 +85,7 @@ class _Checker:
         self.folder = folder
         self.imports = _imports(proto.opset_import, "The model")
         self.files: dict[str, int] = {}
+        self.local = {("" if f.domain == "ai.onnx" else f.domain, f.name) for f in proto.functions}
 
     def run(self) -> None:
         self.graph(self.proto.graph, ())
@@ -97,6 +107,9 @@ class _Checker:
 
     def graph(self, graph: onnx.GraphProto, outer: tuple[set[str], ...]) -> None:
         where = f"graph {graph.name!r}"
+        _text(where, graph.name, graph.doc_string)
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            _text(f"value {value.name!r}", value.name, value.doc_string, *_dimension_names(value))
         initializers = [tensor.name for tensor in graph.initializer]
         sparse = [tensor.values.name for tensor in graph.sparse_initializer]
         defined = _define(where, initializers, sparse, [value.name for value in graph.input], graph.node)
@@ -113,6 +126,7 @@ class _Checker:
     def nodes(self, nodes: Iterable[onnx.NodeProto], scopes: tuple[set[str], ...], where: str) -> None:
         for node in nodes:
             name = f"{node.op_type} node {node.name or next(iter(node.output), '')!r}"
+            _text(name, node.op_type, node.domain, node.name, node.doc_string, node.overload, *node.input, *node.output)
             if not node.op_type:
                 raise ModelError(f"Node {node.name!r} of {where} has no operator.")
             if node.domain not in self.imports and node.domain != "ai.onnx":
@@ -123,10 +137,35 @@ class _Checker:
             for value in node.input:
                 if value and not any(value in scope for scope in reversed(scopes)):
                     raise ModelError(f"{name} reads {value!r}, which nothing defines.")
+            self.arity(node, name)
             for attribute in node.attribute:
                 self.attribute(attribute, scopes, name)
 
+    def arity(self, node: onnx.NodeProto, name: str) -> None:
+        """Operands, results and bodies must be as many as the operator has."""
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        if (domain, node.op_type) in self.local or domain not in self.imports:
+            return
+        formal = _arity(node.op_type, domain, self.imports[domain])
+        if formal is None:
+            return
+        for what, count, (least, most) in (
+            ("operands", len(node.input), formal.operands),
+            ("results", len(node.output), formal.results),
+        ):
+            if not least <= count <= most:
+                bounds = str(least) if least == most else f"{least} to {most}" if most < _MANY else f"at least {least}"
+                raise ModelError(f"{name} has {count} {what}; the operator takes {bounds}.")
+        have = {attribute.name for attribute in node.attribute}
+        for body in formal.bodies - have:
+            raise ModelError(f"{name} lacks its {body}.")
+
     def attribute(self, attribute: onnx.AttributeProto, scopes: tuple[set[str], ...], name: str) -> None:
+        _text(f"an attribute of {name}", attribute.name, attribute.doc_string, attribute.ref_attr_name)
+        field = _HELD.get(attribute.type)
+        if field and not attribute.ref_attr_name and not attribute.HasField(field):
+            kind = _ATTRIBUTE.AttributeType.Name(attribute.type).lower()
+            raise ModelError(f"Attribute {attribute.name!r} of {name} is declared as a {kind} and holds none.")
         if attribute.HasField("g"):
             self.graph(attribute.g, scopes)
         for graph in attribute.graphs:
@@ -155,6 +194,11 @@ class _Checker:
             dtype = ir.DataType.UNDEFINED
         if dtype == ir.DataType.UNDEFINED:
             raise ModelError(f"{name} has the unknown element type {tensor.data_type}.")
+        _text(name, tensor.name, tensor.doc_string)
+        if dtype == ir.DataType.STRING and (
+            tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.HasField("raw_data")
+        ):
+            raise ModelError(f"{name} holds strings, which ONNX keeps in string_data only.")
         dims = tuple(tensor.dims)
         if any(dim < 0 for dim in dims):
             raise ModelError(f"{name} has a negative dimension: {list(dims)}.")
@@ -196,6 +240,39 @@ class _Checker:
                 f"{name} needs bytes {offset} to {offset + length} of {location!r}, which has {self.files[location]}: "
                 "the file is cut short; restore it."
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arity:
+    """How many operands and results an operator may have, and the graphs that it must carry."""
+
+    operands: tuple[int, int]
+    results: tuple[int, int]
+    bodies: frozenset[str]
+
+
+@functools.cache
+def _arity(op_type: str, domain: str, opset: int) -> _Arity | None:
+    """None for an operator that no schema describes."""
+    try:
+        schema = onnx.defs.get_schema(op_type, opset, domain)
+    except onnx.defs.SchemaError:
+        return None
+    graph = onnx.defs.OpSchema.AttrType.GRAPH
+    bodies = frozenset(name for name, a in schema.attributes.items() if a.required and a.type == graph)
+    return _Arity((schema.min_input, schema.max_input), (schema.min_output, schema.max_output), bodies)
+
+
+def _text(where: str, *texts: str) -> None:
+    """Protobuf hands out bytes where a text is not UTF-8."""
+    if not all(isinstance(text, str) for text in texts):
+        raise ModelError(f"The name or text of {where} is not UTF-8: the file is damaged.")
+
+
+def _dimension_names(value: onnx.ValueInfoProto) -> Iterator[str]:
+    for dim in value.type.tensor_type.shape.dim:
+        yield dim.dim_param
+        yield dim.denotation
 
 
 def _file_size(folder: pathlib.Path, location: str, name: str) -> int:
