@@ -19,7 +19,7 @@ from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model import io
 from onnxamp.policy.options import Options, matches
 from onnxamp.training import batch_norm, choices, parameters
-from onnxamp.training.bundle import Bundle
+from onnxamp.training.bundle import Bundle, content_digest
 from onnxamp.training.forward import Forward, prepare
 from onnxamp.training.gradients import GradGraph, Task, eval_graph, grad_graph
 from onnxamp.training.groups import Group, group_of, make_groups
@@ -203,7 +203,9 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
         notes=tuple(notes),
     )
     graphs = {"grad": grad.model, "reduce": reduction, "update": update, "eval": evaluation}
-    return Bundle(graphs, _state(forward.model.graph, layout, arguments), manifest, source)
+    state = _state(forward.model.graph, layout, arguments)
+    manifest = dataclasses.replace(manifest, content=content_digest(graphs, state, source))
+    return Bundle(graphs, state, manifest, source)
 
 
 def _choose(forward: Forward, found: Parameters, arguments: _Arguments) -> tuple[tuple[str, ...], dict[str, str]]:

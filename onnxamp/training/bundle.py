@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import pathlib
 import shutil
@@ -17,6 +18,7 @@ import safetensors.numpy
 
 from onnxamp.errors import ModelError, RuntimeMissingError, UsageError
 from onnxamp.model import io
+from onnxamp.model.tensors import byte_blocks
 from onnxamp.training.manifest import ITEM_SIZE, Manifest
 
 MANIFEST = "manifest.json"
@@ -43,7 +45,10 @@ class Bundle:
     path: pathlib.Path | None = None
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Bundle:
-        """Write the bundle as a folder, which is there whole or not at all.
+        """Write the bundle as a folder, which is there whole or not at all; on the disk when this returns.
+
+        A bundle that is replaced is set aside as ``.NAME.before`` until the new one is in its place. If the process dies in
+        between, the next `save` puts it back first.
 
         Args:
             path: The folder.
@@ -57,27 +62,45 @@ class Bundle:
             RuntimeMissingError: The disk is full or the folder may not be written.
         """
         target = pathlib.Path(path)
-        check_target(target, overwrite=overwrite)
+        parent = target.absolute().parent
+        aside = parent / f".{target.name}.before"
         try:
-            target.absolute().parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".bundle-") as scratch:
+            if aside.exists() and not target.exists():
+                os.replace(aside, target)
+            check_target(target, overwrite=overwrite)
+            parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=parent, prefix=".bundle-") as scratch:
                 fresh = pathlib.Path(scratch) / "bundle"
                 fresh.mkdir()
-                for name, graph in self.graphs.items():
-                    io.save(graph, fresh / self.manifest.graphs[name].file)
-                io.save(self.model, fresh / MODEL)
-                safetensors.numpy.save_file(
-                    {key: np.ascontiguousarray(value).reshape(value.shape) for key, value in self.state.items()},
-                    fresh / STATE,
-                )
-                (fresh / STATE).chmod(0o644)
-                (fresh / MANIFEST).write_text(self.manifest.to_json(), encoding="utf-8")
-                if target.exists():
-                    shutil.rmtree(target)
-                os.replace(fresh, target)
+                self._write(fresh)
+                shutil.rmtree(aside, ignore_errors=True)
+                replaces = target.exists()
+                if replaces:
+                    os.replace(target, aside)
+                try:
+                    os.replace(fresh, target)
+                except BaseException:
+                    if replaces:
+                        os.replace(aside, target)
+                    raise
+                _flush(parent)
+                shutil.rmtree(aside, ignore_errors=True)
         except OSError as problem:
             raise RuntimeMissingError(f"{os.fspath(path)!r} cannot be written: {problem.strerror}.") from None
         return dataclasses.replace(self, path=target)
+
+    def _write(self, folder: pathlib.Path) -> None:
+        """Write the files into an empty folder, and see them onto the disk."""
+        (folder / MANIFEST).write_text(self.manifest.to_json(), encoding="utf-8")
+        for name, graph in self.graphs.items():
+            io.save(graph, folder / self.manifest.graphs[name].file)
+        io.save(self.model, folder / MODEL)
+        state = {key: np.ascontiguousarray(value).reshape(value.shape) for key, value in self.state.items()}
+        safetensors.numpy.save_file(state, folder / STATE)
+        (folder / STATE).chmod((folder / MANIFEST).stat().st_mode & 0o777)  # that of any new file, not 0600
+        for file in (MANIFEST, STATE):
+            _flush(folder / file)
+        _flush(folder)
 
     def summary(self) -> dict[str, Any]:
         """What the bundle holds, in numbers, for people and programs."""
@@ -117,6 +140,46 @@ class Bundle:
             raise ModelError(f"{os.fspath(folder / STATE)!r} is broken ({problem}): build the bundle again.") from None
         graphs = {name: io.load(folder / graph.file) for name, graph in manifest.graphs.items()}
         return cls(graphs, state, manifest, io.load(folder / MODEL), folder)
+
+
+def content_digest(graphs: Mapping[str, ir.Model], state: Mapping[str, np.ndarray], model: ir.Model) -> str:
+    """SHA-256 over everything in a bundle but its manifest: nodes, weights (frozen ones too) and initial state."""
+    whole = hashlib.sha256()
+    known: dict[int, bytes] = {}  # the graphs share the tensors of frozen parameters
+
+    def add(*parts: object) -> None:
+        whole.update(f"{parts}\n".encode())
+
+    for name, graph in (*sorted(graphs.items()), ("model", model)):
+        add(name)
+        bare = graph.clone()
+        for value in graph.graph.initializers.values():
+            tensor = value.const_value
+            add(value.name, str(value.type), str(value.shape))
+            if tensor is not None:
+                if id(tensor) not in known:
+                    part = hashlib.sha256()
+                    for block in byte_blocks(tensor):
+                        part.update(block)
+                    known[id(tensor)] = part.digest()
+                whole.update(known[id(tensor)])
+        bare.graph.initializers.clear()
+        whole.update(ir.to_proto(bare).SerializeToString(deterministic=True))
+    for key, array in sorted(state.items()):
+        add(key, str(array.dtype), array.shape)
+        whole.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return whole.hexdigest()
+
+
+def _flush(path: pathlib.Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows opens no folders
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:

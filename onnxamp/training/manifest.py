@@ -199,6 +199,7 @@ class Manifest:
         limits: ``floor`` (lowest loss scale) and ``patience`` (windows skipped in a row at the floor before a run should
             stop).
         notes: Sentences a user should see (logits used instead of a final Softmax, parameters without gradient, ...).
+        content: SHA-256 of graphs, state and model, so that the manifest stands for the whole bundle.
         version: Format version.
     """
 
@@ -214,6 +215,7 @@ class Manifest:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    content: str = ""
     version: int = VERSION
 
     def arena(self, name: str) -> Arena:
@@ -269,6 +271,7 @@ class Manifest:
                 options=raw["options"],
                 limits=raw["limits"],
                 notes=tuple(raw["notes"]),
+                content=raw["content"],
             )
         except (KeyError, TypeError, ValueError, AttributeError) as problem:
             raise ModelError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 
 import numpy as np
 import onnx
@@ -13,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from onnxamp.errors import ModelError, UnsupportedError, UsageError
+from onnxamp.errors import ModelError, RuntimeMissingError, UnsupportedError, UsageError
+from onnxamp.model import io
 from onnxamp.passes.assume import AssumePass
 from onnxamp.training import (
     SGD,
@@ -185,6 +187,49 @@ def test_two_builds_are_equal(model, tmp_path):
         build(model, loss="cross_entropy", optimizer="adamw").save(tmp_path / name)
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_replacing_a_bundle_never_loses_it(model, tmp_path, monkeypatch, failing):
+    """The first rename sets the old one aside, the second one puts the new one in its place."""
+    old, new = (build(model, loss="cross_entropy", optimizer="sgd", level="O0", seed=seed) for seed in (1, 2))
+    folder = old.save(tmp_path / "b").path
+    before = (folder / "manifest.json").read_bytes()
+    real, calls = os.replace, []
+
+    def rename(source, target):
+        if os.fspath(tmp_path / "b") in (os.fspath(source), os.fspath(target)):
+            calls.append(target)
+            if len(calls) == failing:
+                raise OSError(28, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", rename)
+    with pytest.raises(RuntimeMissingError, match="No space left"):
+        new.save(folder, overwrite=True)
+    monkeypatch.undo()
+    assert (folder / "manifest.json").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    # Killed between the two renames: the bundle lies aside, and comes back.
+    os.replace(folder, tmp_path / ".b.before")
+    with pytest.raises(UsageError, match="exists already"):
+        new.save(folder)
+    assert (folder / "manifest.json").read_bytes() == before
+    new.save(folder, overwrite=True)
+    assert (folder / "manifest.json").read_bytes() != before
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_the_manifest_stands_for_the_frozen_weights_too(model):
+    def digest(source):
+        return build(source, loss="cross_entropy", optimizer="sgd", frozen="*", trainable="4.weight").manifest.content
+
+    other = ir.to_proto(io.load(model))
+    frozen = next(tensor for tensor in other.graph.initializer if tensor.name == "0.weight")
+    first = digest(other)
+    assert first == digest(other)
+    frozen.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(frozen) * 2, frozen.name))
+    assert digest(other) != first
 
 
 def test_broken_bundles(model, tmp_path):
