@@ -12,10 +12,10 @@ import onnx
 import onnx_ir as ir
 
 from onnxamp.autodiff.emitter import FLOATS
+from onnxamp.autodiff.registry import rule_of
 from onnxamp.autodiff.reverse import backward
 from onnxamp.errors import UsageError
-from onnxamp.model import io
-from onnxamp.model.inlining import inline_float_functions
+from onnxamp.model.preparation import prepared
 from onnxamp.model.types import infer
 from onnxamp.passes.integers import FoldIntegers
 from onnxamp.passes.norms import DecomposeBatchNorm
@@ -29,7 +29,8 @@ def gradient_model(
     """A copy of `model` that also gives the gradients of one scalar output.
 
     The outputs stay; for every float input and initializer that matches `wrt` and reaches the output, ``grad/<name>`` is
-    added, of its type and shape. Those initializers become graph inputs too and keep their values as defaults.
+    added, of its type and shape. Those initializers become graph inputs too and keep their values as defaults. A pattern
+    leaves out what is only read by operands without a gradient rule, such as the scales of Resize; a name does not.
 
     Args:
         model: A path, a `ModelProto` or an `ir.Model`; never changed.
@@ -55,8 +56,9 @@ def gradient_model(
         const_value=ir.tensor(np.ones(tuple(shape.numpy()), dtype.numpy())),
     )
     graph.register_initializer(seed)
-    gradients = backward(graph, {target: seed}, values, opset_imports=dict(result.opset_imports))
     exact = [name for name in wrt if not name.startswith("re:") and not any(sign in name for sign in "*?[")]
+    values = [value for value in values if value.name in exact or not _only_lacking(value)]
+    gradients = backward(graph, {target: seed}, values, opset_imports=dict(result.opset_imports))
     for value in values:
         if value in gradients:
             _add_output(graph, value, gradients[value])
@@ -70,10 +72,7 @@ def gradient_model(
 def prepare(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Model:
     """A private copy that can be differentiated: functions inlined, typed, integer constants folded, training
     BatchNormalization decomposed."""
-    result = io.load(model)
-    infer(result)
-    if inline_float_functions(result):
-        infer(result)
+    result = prepared(model)
     if FoldIntegers()(result).modified:
         infer(result)
     DecomposeBatchNorm()(result)
@@ -104,6 +103,12 @@ def matching(graph: ir.Graph, patterns: Sequence[str]) -> list[ir.Value]:
             raise UsageError(f"No float input or initializer matches {pattern!r}; there are {known or 'none'}...")
         found.update(dict.fromkeys(hits))
     return [value for value in candidates if value in found]
+
+
+def _only_lacking(value: ir.Value) -> bool:
+    """Whether every use of `value` is an operand for which its operator's rule has no gradient."""
+    rules = [(rule_of(node), position) for node, position in value.uses()]
+    return bool(rules) and all(rule is not None and rule.lacks(position) for rule, position in rules)
 
 
 def _scalar_output(graph: ir.Graph, of: str | None) -> ir.Value:

@@ -10,8 +10,7 @@ import onnx_ir as ir
 
 from onnxamp.autodiff.emitter import FLOATS
 from onnxamp.autodiff.parameters import Parameters, classify
-from onnxamp.autodiff.registry import rule_of
-from onnxamp.autodiff.reverse import backward, differentiable_path
+from onnxamp.autodiff.reverse import backward, differentiable_path, without_gradient
 from onnxamp.model import dimensions
 
 _PROBABILITIES = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
@@ -26,7 +25,8 @@ class Inspection:
     """The answer of `onnxamp check`.
 
     Attributes:
-        unsupported: Operators without a gradient rule between the trainable parameters and the outputs → node names.
+        unsupported: Operators, or operands of operators, without a gradient rule between the trainable parameters and the
+            outputs → node names.
         parameters: Parameters by class.
         final: Output name → the probability function that it ends in (a loss attaches to its input).
         folded: What the exporter folded into weights, one sentence each.
@@ -52,15 +52,10 @@ def inspect(model: ir.Model, outputs: Sequence[str] = ()) -> Inspection:
     targets = [value for value in graph.outputs if value.dtype in FLOATS and (not outputs or value.name in outputs)]
     trainable = [graph.initializers[parameter.name] for parameter in parameters.trainable]
     path = differentiable_path(list(graph), targets, trainable)
-    unsupported: dict[str, list[str]] = {}
-    for node in path:
-        if rule_of(node) is None:
-            operator = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-            unsupported.setdefault(operator, []).append(node.name or str(node.outputs[0].name))
     unknown = [str(v.name) for node in path for v in node.outputs if v.name and v.dtype in FLOATS and v.shape is None]
     final = {str(value.name): kind for value in targets if (kind := _probability(value)) is not None}
     return Inspection(
-        unsupported={operator: tuple(names) for operator, names in sorted(unsupported.items())},
+        unsupported={label: tuple(names) for label, names in without_gradient(path, trainable).items()},
         parameters=parameters,
         final=final,
         folded=_folded(graph, parameters),

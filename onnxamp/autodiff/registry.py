@@ -21,6 +21,8 @@ class Rule:
         function: ``function(op, node, *gradients)``: the builder, the forward node, the gradient of each of its outputs
             (None where an output has none); returns the gradient of each input, None for those that have none.
         inputs: Positions of the inputs that can have a gradient; None means all float inputs.
+        zero: Positions of float inputs whose derivative is zero wherever it exists. Any other float input that is not among
+            `inputs` has no gradient *rule*: a gradient with respect to what it depends on is refused.
         broadcast: The operator broadcasts its inputs; the rule returns gradients of the output's shape, and the walk
             sums them back to the inputs' shapes.
     """
@@ -28,6 +30,11 @@ class Rule:
     function: RuleFunction
     inputs: frozenset[int] | None = None
     broadcast: bool = False
+    zero: frozenset[int] = frozenset()
+
+    def lacks(self, position: int) -> bool:
+        """Whether a float input at `position` may have a gradient that the rule does not give."""
+        return self.inputs is not None and position not in self.inputs and position not in self.zero
 
 
 RULES: dict[tuple[str, str], Rule] = {}
@@ -63,24 +70,25 @@ ZERO_GRADIENT: set[tuple[str, str]] = {
         "RandomNormalLike",
         "RandomUniformLike",
         "Bernoulli",
-        "Range",
         "Round",
         "Shape",
         "Sign",
         "Size",
-        "Unique",
         "Xor",
         "Multinomial",
-        "OneHot",
         "QuantizeLinear",
-        "DynamicQuantizeLinear",
         "StringNormalizer",
     ]
 }
 
 
 def gradient(
-    op: str, domain: str = "", *, inputs: Sequence[int] | None = None, broadcast: bool = False
+    op: str,
+    domain: str = "",
+    *,
+    inputs: Sequence[int] | None = None,
+    broadcast: bool = False,
+    zero: Sequence[int] = (),
 ) -> Callable[[_F], _F]:
     """Register the decorated function as the gradient rule of an operator; a later rule replaces an earlier one.
 
@@ -91,7 +99,9 @@ def gradient(
     Args:
         op: Operator type, such as ``"MatMul"``.
         domain: Its domain; empty for standard operators.
-        inputs: Positions that can have a gradient; all float inputs when None.
+        inputs: Positions that can have a gradient; all float inputs when None. A gradient that would have to go through another
+            float input is refused, never left out.
+        zero: Positions of float inputs through which nothing flows, because the derivative is zero wherever it exists.
         broadcast: Set it when the operator broadcasts its inputs and the rule returns gradients of the output's shape.
 
     Example::
@@ -105,7 +115,7 @@ def gradient(
 
     def register(function: _F) -> _F:
         positions = None if inputs is None else frozenset(inputs)
-        RULES[_key(domain, op)] = Rule(function, positions, broadcast)
+        RULES[_key(domain, op)] = Rule(function, positions, broadcast, frozenset(zero))
         return function
 
     return register

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import onnx
 import onnx_ir as ir
 
 from onnxamp.autodiff.builder import Builder
@@ -40,14 +41,11 @@ def backward(
         The gradient of each of `wrt`; values that receive none are absent.
 
     Raises:
-        UnsupportedError: Operators on the way without a rule (all of them, with node names), or an unknown shape that
-            a gradient needs.
+        UnsupportedError: Operators, or operands of operators, on the way without a rule (all of them, with node names), or
+            an unknown shape that a gradient needs.
     """
     nodes = list(graph)
-    order = differentiable_path(nodes, seeds, wrt)
-    missing = [node for node in order if rule_of(node) is None]
-    if missing:
-        raise UnsupportedError(describe_missing(missing))
+    order = _supported_path(nodes, seeds, wrt)
     op = Builder(graph, opset_imports)
     result = _walk(op, order, _active(nodes, wrt), seeds, wrt)
     _prune(graph, op.emitted, result.values())
@@ -68,10 +66,7 @@ def through(
     seeds = {value: g for value, g in zip(outputs, gradients, strict=False) if g is not None}
     wrt = [value for position, value in enumerate(inputs) if value is not None and position in op.wanted]
     nodes = _between(seeds, set(wrt))
-    order = differentiable_path(nodes, seeds, wrt)
-    missing = [node for node in order if rule_of(node) is None]
-    if missing:
-        raise UnsupportedError(describe_missing(missing))
+    order = _supported_path(nodes, seeds, wrt)
     with op.nested():
         result = _walk(op, order, _active(nodes, wrt), seeds, wrt)
     return [None if value is None else result.get(value) for value in inputs]
@@ -136,32 +131,60 @@ def differentiable_path(
     return path[::-1]
 
 
-def describe_missing(nodes: Sequence[ir.Node]) -> str:
-    """One sentence that lists operators without a gradient and the nodes that use them."""
-    by_operator: dict[str, list[str]] = {}
-    for node in nodes:
+def without_gradient(path: Sequence[ir.Node], wrt: Iterable[ir.Value]) -> dict[str, list[str]]:
+    """Operators, and ``operand scales of Resize`` and the like, on a path of `differentiable_path` that have no rule → names of nodes."""
+    active = _active(path, wrt)
+    found: dict[str, list[str]] = {}
+    for node in path:
+        rule = rule_of(node)
         operator = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-        by_operator.setdefault(operator, []).append(node.name or str(node.outputs[0].name))
+        labels = [operator]
+        if rule is not None:
+            lacking = [
+                position
+                for position, value in enumerate(node.inputs)
+                if value in active and value is not None and value.dtype in FLOATS and rule.lacks(position)
+            ]
+            labels = [f"operand {operand(node, position)} of {operator}" for position in lacking]
+        for label in labels:
+            found.setdefault(label, []).append(node.name or str(node.outputs[0].name))
+    return dict(sorted(found.items()))
+
+
+def operand(node: ir.Node, position: int) -> str:
+    """The schema's name of an input of `node`."""
+    try:
+        names = [parameter.name for parameter in onnx.defs.get_schema(node.op_type, domain=node.domain).inputs]
+    except onnx.defs.SchemaError:
+        names = []
+    return names[position] if position < len(names) else f"input {position}"
+
+
+def _supported_path(nodes: Sequence[ir.Node], targets: Iterable[ir.Value], wrt: Sequence[ir.Value]) -> list[ir.Node]:
+    """`differentiable_path`, or UnsupportedError with one sentence that lists all that has no gradient rule."""
+    path = differentiable_path(nodes, targets, wrt)
+    missing = without_gradient(path, wrt)
+    if not missing:
+        return path
     parts = []
-    for operator, names in sorted(by_operator.items()):
+    for label, names in missing.items():
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        parts.append(f"{operator} ({shown})")
-    return (
+        parts.append(f"{label} ({shown})")
+    raise UnsupportedError(
         f"No gradient rule for {'; '.join(parts)}: freeze what lies before these nodes, or register a rule with "
         "onnxamp.autodiff.gradient."
     )
 
 
 def _entries(node: ir.Node) -> list[ir.Value]:
-    """The float values that `node` reads and that its rule can differentiate, those that its bodies capture included."""
+    """The float values that `node` depends on with a derivative that is not zero, those that its bodies capture included."""
     if stops(node):
         return []
     rule = rule_of(node)
-    allowed = None if rule is None else rule.inputs
     values = [
         value
         for position, value in enumerate(node.inputs)
-        if value is not None and value.dtype in FLOATS and (allowed is None or position in allowed)
+        if value is not None and value.dtype in FLOATS and not (rule is not None and position in rule.zero)
     ]
     return values + [value for value in captured(node) if value.dtype in FLOATS]
 
@@ -205,7 +228,10 @@ def _differentiate(
     op.wanted = frozenset(
         position
         for position, value in enumerate(values)
-        if value is not None and value in active and value in entries and (not rule.inputs or position in rule.inputs)
+        if value is not None
+        and value in active
+        and value in entries
+        and (rule.inputs is None or position in rule.inputs)
     )
     results = rule.function(op, node, *gradients)
     if any(g is not None for g in results[len(values) :]):

@@ -167,7 +167,7 @@ def assert_differences(
     rng = np.random.default_rng(2)
 
     def loss(name: str, x: np.ndarray) -> float:
-        results = run(names, {**feeds, name: x})
+        results = run(names, {**feeds, name: np.asarray(x)})
         return sum(float((np.asarray(y) * seed).sum()) for y, seed in zip(results, seeds.values(), strict=True))
 
     for name, g in gradients.items():

@@ -181,6 +181,35 @@ def test_missing_rules_are_reported_all_at_once():
     assert "Third" not in text
 
 
+@pytest.mark.parametrize(
+    ("inputs", "body", "words"),
+    [
+        (
+            "float[2, 3] x, float[3] w, int64[2] i",
+            "a = SoftmaxCrossEntropyLoss(x, i, w)",
+            "weights of SoftmaxCrossEntropyLoss",
+        ),
+        ("float[2, 3] x, float w", "t = Constant<value = bool {1}>() a = Dropout(x, w, t)", "ratio of Dropout"),
+        ("float[2, 3] x, float[2] w", "a = Resize(x, , w)", "scales of Resize"),
+        ("float[2, 3] x, float[3] w", "a, m, d = LayerNormalization(x, w) b = Add(d, m) a2 = Identity(b)", "its mean"),
+        ("float[2, 3] x, float[4] w", "a = Unique(w)", "Unique"),
+        ("float[2, 3] x, float[4] w", "q, a, z = DynamicQuantizeLinear(w)", "DynamicQuantizeLinear"),
+    ],
+)
+def test_a_gradient_without_a_rule_is_refused_not_left_out(inputs, body, words):
+    last = "a2" if "a2" in body else "a"
+    text = f"g ({inputs}) => (float y) {{ {body} y = ReduceSum<keepdims=0>({last}) }}"
+    with pytest.raises(UnsupportedError, match=words):
+        gradient_model(parse(text), wrt=["w"])
+
+
+def test_a_pattern_leaves_out_what_only_such_operands_read():
+    text = (
+        """g (float[2, 3] x) => (float y) <float[2] s = {2, 2}> { a = Resize(x, , s) y = ReduceSum<keepdims=0>(a) }"""
+    )
+    assert [value.name for value in gradient_model(parse(text)).graph.outputs] == ["y", "grad/x"]
+
+
 def test_a_users_rule():
     @autodiff.gradient("Cube", domain="test")
     def cube(op, node, g):

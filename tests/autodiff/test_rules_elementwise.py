@@ -32,6 +32,13 @@ CHOICES = [
     case("Clip", (3, 4), None, np.float64(0.7)),
     case("Clip", (3, 4), np.float64(-0.5)),
     case("Clip", (3, 4)),
+    case("Clip", (3, 4), (), (), symbolic=""),
+    case("Clip", (3, 4), None, (), low=0.1, symbolic="batch"),
+    case("Clip", np.linspace(-1, 1, 12).reshape(3, 4), (), (), note="bounds"),
+    case("Clip", np.linspace(-1, 1, 12).reshape(3, 4), np.float64(0.5), (), high=0.4, note="empty"),
+    case("Range", (), np.float64(3.0), (), low=0.5, high=1.0, symbolic=""),
+    case("OneHot", ints(0, 2, 7, 2), np.int64(4), (2,), axis=0, symbolic=""),
+    case("OneHot", ints([0, -1], [1, 2]), np.int64(3), (2,), symbolic=""),
     case("Pow", (3, 4), np.float64(2.0)),
     case("Pow", (3, 4), np.float64(3.0)),
     case("Pow", (3, 4), np.float64(0.5), low=0.5),
@@ -104,6 +111,9 @@ SHAPES = [
     case("Pad", (2, 3), ints(1, -1, 0, 2), symbolic="batch", runner="ort"),
     case("Pad", (2, 5), ints(0, -1, 0, -2), runner="ort"),
     case("Pad", (2, 3), ints(1, 2), None, ints(1)),
+    case("Pad", (2, 3), ints(1, 2), (), ints(1), symbolic="batch"),
+    case("Pad", (2, 3), ints(1, -1, 0, 2), (), symbolic="batch", runner="ort"),
+    case("Pad", np.ones((2, 3)), ints(1, 0, 0, 2), ()),
     case("Pad", (2, 4), ints(2, 3), None, ints(1), mode="reflect", symbolic="batch"),
     case("Pad", (2, 4), ints(0, 3, 1, 2), mode="edge", symbolic=""),
     case("Tile", (2, 3), ints(2, 3)),
@@ -150,4 +160,4 @@ def test_rule(check_case, case):
 
 
 def test_number_of_cases():
-    assert len(CASES) == 171
+    assert len(CASES) == 181

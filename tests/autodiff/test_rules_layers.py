@@ -89,6 +89,7 @@ NORMS = [
     case(
         "BatchNormalization", (4, 3), (3,), (3,), np.asarray([0.1, 0.2, -0.3]), np.asarray([1.0, 0.5, 2.0]), epsilon=0.1
     ),
+    case("BatchNormalization", (2, 3, 4, 2), (3,), (3,), (3,), (3,), low=0.3, symbolic="batch"),
     case("InstanceNormalization", (2, 3, 4, 2), (3,), (3,), symbolic="batch"),
     case("InstanceNormalization", (2, 3, 5), (3,), (3,), epsilon=0.1),
     case(
@@ -255,4 +256,4 @@ def test_rule(check_case, case):
 
 
 def test_number_of_cases():
-    assert len(CASES) == 108
+    assert len(CASES) == 109

@@ -56,7 +56,7 @@ def cast(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     return [op.cast(g, source.dtype)]
 
 
-@gradient("CastLike", inputs=(0,))
+@gradient("CastLike", inputs=(0,), zero=(1,))
 def cast_like(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The same as Cast; the second input only gives a type."""
     return cast(op, node, g)
@@ -154,14 +154,21 @@ def where(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     ]
 
 
-@gradient("Clip", inputs=(0,))
+@gradient("Clip")
 def clip(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
-    """dx where min ≤ x ≤ max, else 0; the bounds receive none."""
+    """dx where min ≤ x ≤ max; dmin where x < min ≤ max; dmax where x > max or min > max, as ONNX then gives max."""
     x, low, high = [*node.inputs, None, None][:3]
-    inside: ir.Value | None = None
-    if low is not None:
-        inside = op.GreaterOrEqual(x, low)
-    if high is not None:
-        below = op.LessOrEqual(x, high)
-        inside = below if inside is None else op.And(inside, below)
-    return [g if inside is None else op.mask(inside, g)]
+    assert x is not None
+    dx = dlow = dhigh = above = None
+    if 0 in op.wanted:
+        inside = [op.GreaterOrEqual(x, low)] if low is not None else []
+        inside += [op.LessOrEqual(x, high)] if high is not None else []
+        dx = g if not inside else op.mask(inside[0] if len(inside) == 1 else op.And(*inside), g)
+    if high is not None and not op.wanted.isdisjoint((1, 2)):
+        above = op.Greater(x, high) if low is None else op.Or(op.Greater(x, high), op.Greater(low, high))
+    if low is not None and 1 in op.wanted:
+        below = op.Less(x, low)
+        dlow = op.unbroadcast(op.mask(below if above is None else op.And(below, op.Not(above)), g), low, [x])
+    if high is not None and above is not None and 2 in op.wanted:
+        dhigh = op.unbroadcast(op.mask(above, g), high, [x])
+    return [dx, dlow, dhigh]

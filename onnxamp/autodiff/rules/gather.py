@@ -141,3 +141,29 @@ def compress(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     shape[axis] = -1
     places = op.Expand(op.Reshape(kept, shape), op.Shape(g))
     return [op.ScatterElements(op.zeros(data), places, g, axis=axis)]
+
+
+@gradient("OneHot", inputs=(2,), zero=(0, 1))
+def one_hot(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """values = (off, on): doff = Σ g where the result is off, don = Σ g where it is on."""
+    indices, depth, _ = node.inputs
+    assert g.dtype is not None
+    unit = op.constant(np.asarray([0.0, 1.0], g.dtype.numpy()))
+    hit = op.OneHot(indices, depth, unit, axis=node.attributes.get_int("axis", -1))
+    parts = [op.emit("ReduceSum", [op.Mul(g, mask)], {"keepdims": 0})[0] for mask in (op.Sub(1.0, hit), hit)]
+    return [None, None, op.Concat(*(op.Reshape(part, [1]) for part in parts), axis=0)]
+
+
+@gradient("Range", inputs=(0, 2), zero=(1,))
+def range_(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """y_i = start + i·delta: dstart = Σ g, ddelta = Σ g·(y − start)/delta; the limit only decides the length."""
+    start, _, delta = node.inputs
+    assert start is not None
+    assert delta is not None
+    first = step = None
+    if 0 in op.wanted:
+        first = op.reshape(op.emit("ReduceSum", [g], {"keepdims": 0})[0], start)
+    if 2 in op.wanted:
+        index = op.Div(op.Sub(node.outputs[0], start), delta)
+        step = op.reshape(op.emit("ReduceSum", [op.Mul(g, index)], {"keepdims": 0})[0], delta)
+    return [first, None, step]

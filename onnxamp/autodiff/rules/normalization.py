@@ -34,8 +34,9 @@ def _through(op: Builder, g: ir.Value, normal: ir.Value, inverse: ir.Value, axes
 
 
 @gradient("LayerNormalization", inputs=(0, 1, 2))
-def layer_normalization(op: Builder, node: ir.Node, g: ir.Value, *_: ir.Value | None) -> Gradients:
+def layer_normalization(op: Builder, node: ir.Node, g: ir.Value, *statistics: ir.Value | None) -> Gradients:
     """y = x̂·scale + b: dx through x̂, dscale = Σ g·x̂, db = Σ g. Mean and 1/σ are outputs of the forward node."""
+    op.refuse(any(value is not None for value in statistics), "a gradient of its mean or its deviation")
     x, scale, bias = [*node.inputs, None][:3]
     assert x is not None
     assert scale is not None
@@ -84,10 +85,10 @@ def rms_normalization(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     return [op.Mul(op.Sub(scaled, op.Mul(normal, slope)), inverse), dscale]
 
 
-@gradient("BatchNormalization", inputs=(0, 1, 2))
+@gradient("BatchNormalization")
 def batch_normalization(op: Builder, node: ir.Node, g: ir.Value, *_: ir.Value | None) -> Gradients:
-    """Inference form, y = (x − μ)/√(σ² + ε)·scale + b with constant statistics: dx = g·scale/√(σ² + ε),
-    dscale = Σ g·(x − μ)/√(σ² + ε), db = Σ g. The training form is decomposed before (`passes.norms`)."""
+    """Inference form, y = (x − μ)·r·scale + b with r = 1/√(σ² + ε): dx = g·scale·r, dscale = r·Σ g·(x − μ), db = Σ g,
+    dμ = −scale·r·db, dσ² = −½·scale·r²·dscale. The training form is decomposed before (`passes.norms`)."""
     op.refuse(
         bool(node.attributes.get_int("training_mode", 0)),
         "a BatchNormalization in training mode has to be decomposed first",
@@ -104,15 +105,19 @@ def batch_normalization(op: Builder, node: ir.Node, g: ir.Value, *_: ir.Value | 
         return op.Unsqueeze(value, list(range(1, rank - 1))) if rank > 2 else value
 
     inverse = op.Reciprocal(op.Sqrt(op.Add(_wide(op, variance), node.attributes.get_float("epsilon", 1e-5))))
-    dx = dscale = None
+    dx = dscale = db = dmean = dvariance = None
+    factor = op.Mul(_wide(op, scale), inverse)
     if 0 in op.wanted:
-        factor = op.Mul(_wide(op, scale), inverse)
         assert x.dtype is not None
         dx = op.Mul(g, op.cast(spread(factor), x.dtype))
-    if 1 in op.wanted:
+    if not op.wanted.isdisjoint((1, 4)):
         centered = op.Sub(_wide(op, x), spread(_wide(op, mean)))
         dscale = op.Mul(op.sum(op.Mul(_wide(op, g), centered), others, keepdims=False), inverse)
-    return [dx, dscale, op.sum(_wide(op, g), others, keepdims=False) if 2 in op.wanted else None]
+        dvariance = op.Mul(op.Mul(op.Mul(factor, inverse), dscale), -0.5) if 4 in op.wanted else None
+    if not op.wanted.isdisjoint((2, 3)):
+        db = op.sum(_wide(op, g), others, keepdims=False)
+        dmean = op.Neg(op.Mul(factor, db)) if 3 in op.wanted else None
+    return [dx, dscale, db, dmean, dvariance]
 
 
 @gradient("InstanceNormalization")

@@ -158,10 +158,22 @@ def _unslice_pad(
     return result
 
 
-@gradient("Pad", inputs=(0,))
+@gradient("Pad")
 def pad(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
-    """Constant padding: the gradient without the border. Reflect, edge and wrap: the border's gradient is added to
-    the elements that were copied into it."""
+    """Constant padding: the gradient without the border, and the sum over the border for the constant. Reflect, edge and wrap:
+    the border's gradient is added to the elements that were copied into it; the constant is not read."""
+    dx = _pad_source(op, node, g) if 0 in op.wanted else None
+    constant = node.inputs[2] if len(node.inputs) > 2 else None
+    if constant is None or 2 not in op.wanted:
+        return [dx]
+    if node.attributes.get_string("mode", "constant") != "constant":
+        return [dx, None, op.zeros(constant)]
+    border = op.Pad(op.zeros(_source(node)), node.inputs[1], op.scalar(1.0, g.dtype), *node.inputs[3:4])
+    total = op.emit("ReduceSum", [op.Mul(g, border)], {"keepdims": 0})[0]
+    return [dx, None, op.reshape(total, constant)]
+
+
+def _pad_source(op: Builder, node: ir.Node, g: ir.Value) -> ir.Value:
     x = _source(node)
     rank = op.rank(x)
     mode = node.attributes.get_string("mode", "constant")
@@ -174,27 +186,27 @@ def pad(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
         padding = node.inputs[1]
         begin = op.Slice(padding, [0], [len(where)], [0])
         end = op.Slice(op.Shape(g), [0], [rank], [0]) if where == list(range(rank)) else op.Gather(op.Shape(g), where)
-        return [op.Slice(g, begin, op.Sub(end, op.Slice(padding, [len(where)], [2 * len(where)], [0])), where)]
+        return op.Slice(g, begin, op.Sub(end, op.Slice(padding, [len(where)], [2 * len(where)], [0])), where)
     op.refuse(pads is None, f"the amounts of Pad in mode {mode} are computed at run time")
     assert pads is not None
     before, after = pads.reshape(2, -1).tolist()
     if mode == "constant":
         cut = [(axis, b, a) for axis, b, a in zip(where, before, after, strict=True) if b or a]
         if not cut:
-            return [g]
+            return g
         if min(min(b, a) for _, b, a in cut) < 0:  # a negative amount crops: its gradient pads
             lead, tail = [0] * rank, [0] * rank
             for axis, b, a in cut:
                 lead[axis], tail[axis] = -b, -a
-            return [op.Pad(g, [*lead, *tail])]
+            return op.Pad(g, [*lead, *tail])
         ends = [-a if a else 2**63 - 1 for _, _, a in cut]
         result = op.Slice(g, [b for _, b, _ in cut], ends, [axis for axis, _, _ in cut])
         result.shape = x.shape
-        return [result]
+        return result
     for axis, b, a in zip(where, before, after, strict=True):
         if b or a:
             g = _fold_border(op, g, x, axis, b, a, mode)
-    return [g]
+    return g
 
 
 def _fold_border(op: Builder, g: ir.Value, x: ir.Value, axis: int, before: int, after: int, mode: str) -> ir.Value:
