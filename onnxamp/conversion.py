@@ -12,8 +12,10 @@ import onnx
 import onnx_ir as ir
 
 from onnxamp.dtypes import BY_NAME, FP32
+from onnxamp.errors import ModelError
 from onnxamp.model import io, types
-from onnxamp.model.inlining import inline_float_functions
+from onnxamp.model.metadata import noted
+from onnxamp.model.preparation import prepare
 from onnxamp.model.units import all_nodes, all_values, type_graph
 from onnxamp.passes.annotate import AnnotatePass, converted_with, recorded_plan, refuse_other_options
 from onnxamp.passes.casts import InsertCastsPass
@@ -54,10 +56,42 @@ class Summary:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> Summary:
-        """The summary that `to_json` wrote."""
-        fields = json.loads(text)
-        return cls(**{**fields, "heavy": tuple(fields["heavy"]), "weights": tuple(fields["weights"])})
+    def of(cls, model: ir.Model) -> Summary:
+        """The summary that a conversion left in the metadata of `model`.
+
+        Raises:
+            ModelError: It is missing or was changed into something else.
+        """
+        fields = noted(model.metadata_props, "summary", "the model")
+        counts = {
+            "nodes": (),
+            "casts": ("low", "fp32"),
+            "islands": (),
+            "traffic": ("source", "cut", "result"),
+            "dims": (),
+        }
+        pairs, changed = ("heavy", "weights"), fields.get("changed")
+        whole = (
+            set(fields) == {field.name for field in dataclasses.fields(cls)}
+            and all(_are_counts(fields[name], keys) for name, keys in counts.items())
+            and all(isinstance(fields[name], list) and len(fields[name]) == 2 for name in pairs)
+            and all(isinstance(count, int) for name in pairs for count in fields[name])
+            and isinstance(changed, dict)
+            and all(isinstance(change, dict) for change in changed.values())
+            and all(isinstance(fact, int | float) for change in changed.values() for fact in change.values())
+        )
+        if not whole:
+            raise ModelError(
+                "The metadata onnxamp.summary of the model is not what a conversion writes: convert the original model."
+            )
+        return cls(**{**fields, **{name: tuple(fields[name]) for name in pairs}})
+
+
+def _are_counts(table: object, keys: Iterable[str]) -> bool:
+    """Whether this is a mapping to integers that has `keys`."""
+    return (
+        isinstance(table, dict) and set(keys) <= set(table) and all(isinstance(count, int) for count in table.values())
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,20 +234,18 @@ def _convert(
     model = io.load(source)
     refuse_other_options(model, options)
     declared = {value: value.shape for value in all_values(model.graph)}
-    types.infer(model)
-    if options.level != "O0" and converted_with(model) is None:
+    if options.level == "O0" or converted_with(model) is not None:
+        types.infer(model)
+    else:
         names = {value.name: shape for value, shape in declared.items()}
-        if inline_float_functions(model):
-            types.infer(model)
-            # What replaces the result of a call has its name.
-            declared.update(
-                (value, names.get(value.name)) for value in all_values(model.graph) if value not in declared
-            )
+        prepare(model)
+        # What replaces the result of a call has its name.
+        declared.update((value, names.get(value.name)) for value in all_values(model.graph) if value not in declared)
     if converted_with(model) is None:
         plan, summary = _rewrite(model, options, ranges)
     else:
         plan = recorded_plan(model, options)
-        summary = Summary.from_json(model.metadata_props[_SUMMARY])
+        summary = Summary.of(model)
     if not keep_shapes:
         _restore_shapes(model, declared)
     return ConvertResult(model, plan, summary)

@@ -91,8 +91,9 @@ def command(
     dims = sizes(dim)
     choices["io"] = choices["io"] or "keep"
     path = _output(model, output, "auto-search" if auto else choices["level"], choices["dtype"], plan_only)
-    _check_use(auto, verified, data, calibrate, tolerance, plan_only)
-    check_outputs([path, *_auto.beside(path)[:2]] if auto else [path], report, force)
+    _check_use(auto, verified, data, calibrate, tolerance, plan_only, report)
+    read = [model, data, calibrate, choices["policy"]]
+    check_outputs([path, *(_auto.beside(path)[:2] if auto else ())], report, force, read)
     calibration = None
     if calibrate is not None:
         from onnxamp.evidence.calibration import calibrate as measure
@@ -110,13 +111,10 @@ def command(
         with console.progress(f"converting {model}"):
             result = convert(model, dim=dims, **choices)
     if plan_only:
-        from onnxamp.errors import RuntimeMissingError
-        from onnxamp.policy.file import write_policy
+        from onnxamp.commands._options import write_text
+        from onnxamp.policy.file import plan_text
 
-        try:
-            write_policy(result.plan, path)
-        except OSError as problem:
-            raise RuntimeMissingError(f"{path} cannot be written: {problem.strerror}.") from problem
+        write_text(path, plan_text(result.plan))
         _print_plan(path, result, as_json)
         return 0
     result.save(path, overwrite=force)
@@ -153,7 +151,7 @@ def command(
 
 
 def _check_use(auto: bool, verified: bool, data: str | None, calibrate: str | None, tolerance: tuple[str, ...],
-               plan_only: bool) -> None:  # fmt: skip
+               plan_only: bool, report: tuple[str, ...]) -> None:  # fmt: skip
     """Refuse options that do not go together.
 
     Raises:
@@ -165,6 +163,11 @@ def _check_use(auto: bool, verified: bool, data: str | None, calibrate: str | No
         raise UsageError("--data is for --auto and --verify: add one of them, or write --calibrate DATA.")
     if tolerance and not auto:
         raise UsageError("--tolerance is for --auto: add --auto, or use `onnxamp verify --tolerance`.")
+    if plan_only and (verified or report):
+        raise UsageError(
+            f"--plan-only converts nothing, so there is nothing to {'verify' if verified else 'report'}: leave "
+            f"{'--verify' if verified else '--report'} out{'' if verified else ' (--json prints the decisions)'}."
+        )
     if auto and (calibrate is not None or plan_only):
         other = "--plan-only" if plan_only else "--calibrate"
         raise UsageError(f"--auto measures what it decides and writes a policy file itself: leave {other} out.")
@@ -240,7 +243,7 @@ def summary_dict(summary: Summary) -> dict[str, Any]:
 
 def summary_rows(path: str, summary: Summary) -> list[tuple[str, str]]:
     """The table that ends a conversion."""
-    from onnxamp.commands.explain import title
+    from onnxamp.commands._wording import title
     from onnxamp.console import size
 
     before, after = summary.weights

@@ -32,6 +32,7 @@ def command(what: tuple[str, ...], as_json: bool, **choices: str | None) -> None
     import pathlib
 
     from onnxamp import console
+    from onnxamp.commands._wording import title
     from onnxamp.errors import UsageError
 
     given = {name: value for name, value in choices.items() if value is not None}
@@ -58,27 +59,38 @@ def command(what: tuple[str, ...], as_json: bool, **choices: str | None) -> None
     if found["precision"]:
         rows.append(("precision", found["precision"] + found["how"]))
         rows += [("operands", ", ".join(f"{k} {v}" for k, v in found["operands"].items()))] if found["operands"] else []
-        rows.append(("reason", f"{found['code']} {found['title']}"))
+        rows.append(("reason", f"{found['code']} {found['title'] or '(unknown to this version)'}"))
         evidence = ", ".join(f"{key} {_text(value)}" for key, value in found["evidence"].items())
         rows += [("evidence", evidence)] if evidence else []
     else:
         rows.append(("precision", found["how"]))
     console.show(console.facts(rows))
-    if found["precision"]:
+    if found["title"]:
         console.show("")
         _print_page(_page(found["code"]))
 
 
 def explanation(model: str, name: str, choices: dict[str, str]) -> dict[str, Any]:
     """What there is to say of the node called `name` (or that gives the value of that name), in JSON types."""
-    import json
-
+    from onnxamp.commands._wording import title
     from onnxamp.model import io, types
+    from onnxamp.model.metadata import noted
+    from onnxamp.model.preparation import prepare
+    from onnxamp.model.units import all_nodes
     from onnxamp.passes.annotate import converted_with
 
     loaded = io.load(model)
-    types.infer(loaded)
-    node = _find(loaded, model, name)
+    calls: dict[str | None, list[str]] = {}
+    if converted_with(loaded) is None and choices.get("level") != "O0":
+        calls = {
+            node.name: [value.name or "" for value in node.outputs]
+            for node in all_nodes(loaded.graph)
+            if node.op_identifier() in loaded.functions
+        }
+        prepare(loaded)
+    else:
+        types.infer(loaded)
+    node = _find(loaded, model, name, calls)
     notes: dict[str, Any] = {"precision": "", "code": "", "evidence": {}, "operands": {}}
     how = "none: it computes with no floats that onnxamp decides"
     if converted_with(loaded) is not None:
@@ -89,13 +101,13 @@ def explanation(model: str, name: str, choices: dict[str, str]) -> dict[str, Any
                 f"{model} is converted already and tells its own decisions: leave out --{next(iter(choices))}."
             )
         props = node.metadata_props
-        if "onnxamp.code" in props:
+        if {"onnxamp.precision", "onnxamp.code"} <= set(props):
             how = ""
             notes = {
                 "precision": props["onnxamp.precision"],
                 "code": props["onnxamp.code"],
-                "evidence": json.loads(props.get("onnxamp.evidence", "{}")),
-                "operands": json.loads(props.get("onnxamp.operands", "{}")),
+                "evidence": noted(props, "evidence", f"node {node.name!r}"),
+                "operands": noted(props, "operands", f"node {node.name!r}"),
             }
         elif "onnxamp.cast" in props:
             how = f"a Cast that onnxamp added, from {props.get('onnxamp.source', '?')} to {props['onnxamp.cast']}"
@@ -130,8 +142,14 @@ def _planned(model: ir.Model, node: ir.Node, choices: dict[str, str]) -> Any:
     return make_plan(type_graph(model), Options(**choices)).nodes.get(node)  # type: ignore[arg-type]
 
 
-def _find(model: ir.Model, path: str, name: str) -> ir.Node:
+def _find(model: ir.Model, path: str, name: str, calls: dict[str | None, list[str]]) -> ir.Node:
     """The node of that name, in any body, or the one that gives the value of that name.
+
+    Args:
+        model: Prepared: the nodes of functions stand where the functions were called.
+        path: The file, for messages.
+        name: What to look for.
+        calls: The results of the nodes that called functions, by their names.
 
     Raises:
         UsageError: There is none, or several of the same name.
@@ -151,22 +169,16 @@ def _find(model: ir.Model, path: str, name: str) -> ir.Node:
         raise UsageError(
             f"{path} has {len(found)} nodes called {name!r}: give the name of a result of the one you mean."
         )
+    if name in calls:
+        raise UsageError(
+            f"{name!r} in {path} is a call of a function, which a conversion replaces by the function's nodes: name one "
+            f"of them, or a result ({', '.join(calls[name])})."
+        )
     names = [text for node in nodes for text in (node.name, *(value.name for value in node.outputs)) if text]
     close = difflib.get_close_matches(name, names, 3, 0.4)
     close += [text for text in names if name and name in text and text not in close][: 3 - len(close)]
     hint = f"; near it: {', '.join(close)}" if close else ""
     raise UsageError(f"{path} has no node called {name!r}{hint}.")
-
-
-def title(code: str) -> str:
-    """The phrase that stands for a code; the code itself if this version does not know it."""
-    from onnxamp.errors import UsageError
-    from onnxamp.policy import pages
-
-    try:
-        return pages.title(code)
-    except UsageError:  # a file that a newer onnxamp wrote
-        return ""
 
 
 def _page(code: str) -> str:
@@ -190,7 +202,7 @@ def _print_page(text: str) -> None:
 
 
 def _value(value: ir.Value) -> str:
-    from onnxamp.commands.inspect import type_name
+    from onnxamp.commands._wording import type_name
 
     shape = "" if value.shape is None else f"[{', '.join(str(dim) for dim in value.shape)}]"
     return f"{value.name} {type_name(value)}{shape}"

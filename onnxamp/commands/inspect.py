@@ -66,11 +66,10 @@ def describe(model: ir.Model) -> dict[str, Any]:
 
     import onnx_ir as ir
 
+    from onnxamp.commands._wording import element_name, type_name
     from onnxamp.model.units import all_nodes
-    from onnxamp.policy.operators import Kind, operator
 
     nodes = list(all_nodes(model.graph))
-    heavy: collections.Counter[str] = collections.Counter()
     results: collections.Counter[str] = collections.Counter()
     casts: collections.Counter[str] = collections.Counter()
     weights: collections.Counter[str] = collections.Counter()
@@ -78,18 +77,15 @@ def describe(model: ir.Model) -> dict[str, Any]:
         for value in node.outputs:
             if value.name:
                 results[type_name(value)] += 1
-        if operator(node).kind is Kind.HEAVY:
-            first = next((value for value in node.inputs if value is not None), None)
-            heavy[f"{node.op_type} {type_name(first)}"] += 1
         if node.op_type == "Cast":
             casts[type_name(node.outputs[0])] += 1
         for attribute in node.attributes.values():
             if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref() and node.op_type == "Constant":
-                weights[_name(attribute.value.dtype)] += attribute.value.nbytes
+                weights[element_name(attribute.value.dtype)] += attribute.value.nbytes
     for graph in model.graphs():
         for value in graph.initializers.values():
             if value.const_value is not None:
-                weights[_name(value.const_value.dtype)] += value.const_value.nbytes
+                weights[element_name(value.const_value.dtype)] += value.const_value.nbytes
     notes = model.metadata_props
     operators = collections.Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in nodes)
     return {
@@ -100,39 +96,45 @@ def describe(model: ir.Model) -> dict[str, Any]:
         "nodes_in_bodies": len(nodes) - len(model.graph),
         "functions": len(model.functions),
         "operators": dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
-        "heavy": dict(heavy.most_common()),
+        "heavy": _heavy(model),
         "values": dict(results.most_common()),
         "weights": dict(weights.most_common()),
         "casts": dict(casts.most_common()),
         "inputs": [_value(value) for value in model.graph.inputs if not value.is_initializer()],
         "outputs": [_value(value) for value in model.graph.outputs],
-        "converted": {
-            key: notes[f"onnxamp.{key}"]
-            for key in ("version", "level", "dtype", "target")
-            if "onnxamp.options" in notes and f"onnxamp.{key}" in notes
-        }
-        or None,
+        "converted": {key: notes.get(f"onnxamp.{key}", "unknown") for key in ("version", "level", "dtype", "target")}
+        if "onnxamp.options" in notes
+        else None,
     }
 
 
+def _heavy(model: ir.Model) -> dict[str, int]:
+    """Heavy nodes by operator and type, each call of a function counted with what it calls."""
+    import collections
+
+    from onnxamp.commands._wording import type_name
+    from onnxamp.errors import UnsupportedError
+    from onnxamp.model.preparation import prepared
+    from onnxamp.model.units import all_nodes
+    from onnxamp.policy.operators import Kind, operator
+
+    try:
+        flat = prepared(model) if model.functions else model
+    except UnsupportedError:  # what cannot be inlined stays one node, as for a conversion
+        flat = model
+    heavy: collections.Counter[str] = collections.Counter()
+    for node in all_nodes(flat.graph):
+        if operator(node).kind is Kind.HEAVY:
+            first = next((value for value in node.inputs if value is not None), None)
+            heavy[f"{node.op_type} {type_name(first)}"] += 1
+    return dict(heavy.most_common())
+
+
 def _value(value: ir.Value) -> dict[str, str]:
+    from onnxamp.commands._wording import type_name
+
     shape = "?" if value.shape is None else f"[{', '.join(str(dim) for dim in value.shape)}]"
     return {"name": value.name or "", "type": type_name(value), "shape": shape}
-
-
-def type_name(value: ir.Value | None) -> str:
-    """The element type in onnxamp's words; other types in ONNX's."""
-    import onnx_ir as ir
-
-    if value is None or value.type is None:
-        return "untyped"
-    return _name(value.type.dtype) if isinstance(value.type, ir.TensorType) else str(value.type)
-
-
-def _name(dtype: ir.DataType) -> str:
-    from onnxamp.dtypes import BY_IR
-
-    return BY_IR[dtype].name if dtype in BY_IR else dtype.name.lower()
 
 
 def _pairs(heavy: dict[str, int]) -> list[tuple[tuple[str, str], int]]:

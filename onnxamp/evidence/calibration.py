@@ -14,7 +14,8 @@ import numpy as np
 from onnxamp.dtypes import BY_IR, low_type
 from onnxamp.evidence.inputs import Data, Sample
 from onnxamp.evidence.observe import Observed, observe
-from onnxamp.evidence.sampling import Model, choose, prepared
+from onnxamp.evidence.sampling import Model, choose
+from onnxamp.model.preparation import prepared
 from onnxamp.ort.session import SessionConfig, open_session
 from onnxamp.policy.rules.spread import HEADROOM
 

@@ -14,9 +14,10 @@ import onnx_ir as ir
 from onnxamp.errors import DataError
 from onnxamp.evidence.inputs import Data
 from onnxamp.evidence.metrics import Difference, worst_of
-from onnxamp.evidence.sampling import Model, choose, prepared
+from onnxamp.evidence.sampling import Model, choose
 from onnxamp.evidence.tolerance import Tolerance
 from onnxamp.evidence.verification import Comparison, cast_sample
+from onnxamp.model.preparation import prepared
 from onnxamp.ort.session import SessionConfig, open_session, run
 from onnxamp.passes.emulate import emulate
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from onnxamp.errors import AmpError, DataError
 from onnxamp.evidence.inputs import Sample
 from onnxamp.evidence.metrics import difference
 from onnxamp.evidence.values import Pair, matched, side_by_side
+from onnxamp.model.metadata import noted
 from onnxamp.model.units import bodies
 from onnxamp.ort.session import SessionConfig
 
@@ -112,7 +112,7 @@ def _divergence(pair: Pair, kind: str, snr: float, want: Any) -> Divergence:
         largest=float(array[np.isfinite(array)].max(initial=0.0)),
         precision=metadata.get("onnxamp.precision", ""),
         code=metadata.get("onnxamp.code", ""),
-        evidence=json.loads(metadata.get("onnxamp.evidence") or "{}"),
+        evidence=noted(metadata, "evidence", f"node {pair.partner.name!r}"),
     )
 
 

@@ -14,8 +14,6 @@ import onnx_ir as ir
 from onnxamp.errors import DataError
 from onnxamp.evidence import synthesis
 from onnxamp.evidence.inputs import Data, Sample, model_inputs, samples
-from onnxamp.model import io, types
-from onnxamp.model.inlining import inline_float_functions
 from onnxamp.ort.session import run
 
 Model = str | os.PathLike[str] | onnx.ModelProto | ir.Model
@@ -42,15 +40,6 @@ class Samples:
         """These samples, held in memory."""
         held = list(self)
         return dataclasses.replace(self, take=lambda: iter(held))
-
-
-def prepared(model: Model) -> ir.Model:
-    """A private copy with types inferred and float functions inlined, as a conversion sees it."""
-    result = io.load(model)
-    types.infer(result)
-    if inline_float_functions(result):
-        types.infer(result)
-    return result
 
 
 def choose(

@@ -24,9 +24,10 @@ from onnxamp.errors import AmpError, UsageError
 from onnxamp.evidence.evaluation import Evaluator, Trial
 from onnxamp.evidence.inputs import Data
 from onnxamp.evidence.journal import Journal
-from onnxamp.evidence.sampling import Model, prepared
+from onnxamp.evidence.sampling import Model
 from onnxamp.evidence.sensitivity import Sensitivity, sensitivities
 from onnxamp.evidence.tolerance import Tolerance
+from onnxamp.model.preparation import prepared
 from onnxamp.model.traffic import Traffic
 from onnxamp.model.units import TypeGraph, type_graph
 from onnxamp.ort.session import SessionConfig

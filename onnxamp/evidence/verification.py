@@ -21,11 +21,12 @@ from onnxamp.errors import DataError, ModelError, UnsupportedError
 from onnxamp.evidence.inputs import Data, Sample
 from onnxamp.evidence.locate import Divergence, first_divergence
 from onnxamp.evidence.metrics import Difference, difference, is_float, worse
-from onnxamp.evidence.sampling import Model, choose, prepared
+from onnxamp.evidence.sampling import Model, choose
 from onnxamp.evidence.ties import picking, unexplained
 from onnxamp.evidence.tolerance import DEFAULTS, Tolerance
 from onnxamp.evidence.values import Fetcher, matched
 from onnxamp.model import io
+from onnxamp.model.preparation import prepared
 from onnxamp.ort import worker
 from onnxamp.ort.session import SessionConfig, open_session, run
 from onnxamp.passes.emulate import emulate

@@ -39,7 +39,7 @@ def inline_float_functions(model: ir.Model) -> bool:
         return False
     try:
         InlinePass(lambda function: function.identifier() in wanted)(model)
-    except (ir.passes.PassError, RuntimeError, ValueError) as problem:
+    except (ir.passes.InvariantError, ir.passes.PassError, RuntimeError, ValueError) as problem:
         while problem.__cause__ is not None:
             problem = problem.__cause__  # type: ignore[assignment]
         text = " ".join(str(problem).split())[:200]

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import onnxamp
 from onnxamp.dtypes import BY_IR
 from onnxamp.errors import UsageError
+from onnxamp.model.metadata import noted
 from onnxamp.model.units import type_graph
 from onnxamp.policy import codes
 from onnxamp.policy.plan import Decision, Options, Plan
@@ -74,6 +75,6 @@ def recorded_plan(model: ir.Model, options: Options) -> Plan:
     for unit in graph.units:
         precision = BY_IR[unit.dtype].name
         notes = unit.node.metadata_props if unit.node is not None else {_PREFIX + "code": codes.INTERFACE}
-        evidence = json.loads(notes.get(_PREFIX + "evidence", "{}"))
+        evidence = noted(notes, "evidence", f"node {unit.node.name!r}" if unit.node is not None else "the model")
         decisions[unit] = Decision(precision, notes.get(_PREFIX + "code", codes.SOURCE), evidence)
     return Plan(graph, options, decisions)

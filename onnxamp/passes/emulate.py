@@ -25,8 +25,7 @@ import onnx_ir as ir
 
 from onnxamp.dtypes import LOW
 from onnxamp.errors import UnsupportedError
-from onnxamp.model import types
-from onnxamp.model.inlining import inline_float_functions
+from onnxamp.model.preparation import prepare
 from onnxamp.model.signatures import signature
 from onnxamp.model.units import all_values
 
@@ -56,9 +55,7 @@ def emulate(model: ir.Model) -> ir.Model:
     result = model.clone()
     # Shapes stay as declared: a runtime infers the others, and one that inference got wrong would misguide it.
     declared = {value: value.shape for value in all_values(result.graph)}
-    types.infer(result)
-    if inline_float_functions(result):
-        types.infer(result)
+    prepare(result)
     for value in all_values(result.graph):
         value.shape = declared.get(value)
     _Emulation(result).run()

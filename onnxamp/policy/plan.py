@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 
 import onnx_ir as ir
 
 from onnxamp.dtypes import BY_IR, BY_NAME
 from onnxamp.errors import UsageError
+from onnxamp.model.metadata import noted
 from onnxamp.model.traffic import Traffic
 from onnxamp.model.units import Read, TypeGraph, Unit
 from onnxamp.policy import codes, targets
@@ -204,11 +204,12 @@ def _interface(graph: TypeGraph, options: Options) -> dict[Unit, Decision]:
 
 def _kept(units: tuple[Unit, ...]) -> dict[Unit, Decision]:
     """The decisions that an earlier conversion left on a node."""
-    metadata = units[0].node.metadata_props if units and units[0].node is not None else {}
-    if "onnxamp.precision" not in metadata and "onnxamp.cast" not in metadata:
+    node = units[0].node if units else None
+    metadata = {} if node is None else node.metadata_props
+    if node is None or ("onnxamp.precision" not in metadata and "onnxamp.cast" not in metadata):
         return {}
     code = metadata.get("onnxamp.code", codes.KEPT_DECISION)
-    evidence = json.loads(metadata.get("onnxamp.evidence", "{}"))
+    evidence = noted(metadata, "evidence", f"node {node.name!r}")
     return {unit: Decision(BY_IR[unit.dtype].name, code, evidence) for unit in units}
 
 

@@ -250,3 +250,33 @@ def test_verify_reports(run: Run, model: pathlib.Path) -> None:
     assert "low&lt;b&gt;.onnx" in text
     assert run("verify", "net.onnx", "low<b>.onnx", "--report", "v.html")[0] == 2
     assert run("verify", "net.onnx", "low<b>.onnx", "--report", "v.txt")[0] == 2
+
+
+@pytest.mark.parametrize("further", [["--verify"], ["--report", "r.json"], ["--report", "r.html"]], ids=" ".join)
+def test_a_plan_refuses_what_needs_a_conversion(further: list[str], run: Run, model: pathlib.Path) -> None:
+    code, _, err = run("convert", "net.onnx", "--plan-only", *further)
+    assert code == 2
+    assert further[0] in err
+    assert not pathlib.Path("net.O2.fp16.policy.toml").exists()
+
+
+def test_functions_are_explained_as_they_are_converted(run: Run, tmp_path: pathlib.Path) -> None:
+    text = """<ir_version: 10, opset_import: ["": 17, "local": 1]>
+        g (float[2,64] x, float[64,64] w) => (float[2,64] y) { [call] t = local.Block(x, w)  [last] y = local.Block(t, w) }
+        <domain: "local", opset_import: ["": 17]> Block (a, b) => (c) { [mm] m = MatMul(a, b)  [act] c = Relu(m) }"""
+    onnx.save(parser.parse_model(text), tmp_path / "calls.onnx")
+    assert json.loads(run("inspect", "calls.onnx", "--json")[1])["heavy"] == {"MatMul fp32": 2}
+    assert run("convert", "calls.onnx", "--report", "r.json")[0] == 0
+    rows = json.loads(pathlib.Path("r.json").read_text())["nodes"]
+    assert {row["op_type"] for row in rows} == {"MatMul", "Relu"}
+    for row in rows:
+        code, out, err = run("explain", "calls.onnx", row["node"], "--json")
+        assert (code, err) == (0, "")
+        found = json.loads(out)
+        assert [found[key] for key in ("op_type", "precision", "code")] == [
+            row[key] for key in ("op_type", "precision", "code")
+        ]
+    assert json.loads(run("explain", "calls.onnx", "t", "--json")[1])["op_type"] == "Relu"
+    code, _, err = run("explain", "calls.onnx", "call")
+    assert code == 2
+    assert "call of a function" in err
