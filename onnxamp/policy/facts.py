@@ -94,7 +94,7 @@ class Facts:
 
     def through_moves(self, value: ir.Value) -> ir.Value:
         """The value that `value` is a copy of, behind moves with one data operand."""
-        while (node := value.producer()) is not None and node.op_type in _SINGLE_MOVES and node.inputs[0] is not None:
+        while (node := value.producer()) is not None and node.op_type in SINGLE_MOVES and node.inputs[0] is not None:
             value = node.inputs[0]
         return value
 
@@ -156,7 +156,7 @@ class Facts:
         return False
 
 
-_SINGLE_MOVES = frozenset(
+SINGLE_MOVES = frozenset(
     {"Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand", "Slice", "Gather"}
 )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import onnx_ir as ir
 
+from onnxamp.model.tensors import blocks
 from onnxamp.model.units import Unit
-from onnxamp.policy.facts import Facts
+from onnxamp.policy.facts import SINGLE_MOVES, Facts
 from onnxamp.policy.legality import operator_name
 from onnxamp.policy.operators import Kind, operator
 
@@ -29,8 +31,8 @@ class Masks:
 
     Attributes:
         region: Units that carry a mask to a softmax.
-        constants: Mask constants to clamp, with the units that carry them on: finite elements are beyond the 16-bit type, and all readers
-            are in the region.
+        constants: Mask constants to clamp, with the units that carry them on: finite elements are beyond the 16-bit type, and nothing but
+            the region and the softmax reads the constant or a value that carries it.
         sums: Units that add two masks, or carry one that cannot be clamped since no constant holds it.
     """
 
@@ -42,7 +44,8 @@ class Masks:
 def find_masks(facts: Facts) -> Masks:
     """The masks of a graph: walk back from each softmax through sums, selections, moves and (1 - m) * c."""
     region: dict[Unit, None] = {}
-    pending = [value for node in facts.graph.of for value in _anchors(facts, node)]
+    anchors = {(node, index) for node in facts.graph.of for index in _anchors(node)}
+    pending = [value for node, index in anchors if (value := node.inputs[index]) is not None]
     seen = set(pending)
     while pending:
         unit = facts.graph.writer.get(pending.pop())
@@ -53,87 +56,135 @@ def find_masks(facts: Facts) -> Masks:
             if read.value not in seen:
                 seen.add(read.value)
                 pending.append(read.value)
-    return _collect(facts, region)
+    return _collect(facts, region, anchors)
 
 
-def _anchors(facts: Facts, node: ir.Node) -> list[ir.Value]:
+def _anchors(node: ir.Node) -> list[int]:
+    """The operands of a softmax that are scores or are added to them."""
     indices = _SOFTMAX_OPERANDS.get(operator_name(node), ())
-    if node.op_type == "Exp" and any(_normalizes(user, node.outputs[0]) for user, _ in node.outputs[0].uses()):
+    if operator_name(node) == "Exp" and any(_normalizes(user, node.outputs[0]) for user, _ in node.outputs[0].uses()):
         indices = (0,)
-    return [value for i in indices if i < len(node.inputs) and (value := node.inputs[i]) is not None]
+    return [index for index in indices if index < len(node.inputs) and node.inputs[index] is not None]
 
 
 def _normalizes(user: ir.Node, exponential: ir.Value) -> bool:
     """Whether `user` sums the exponentials that it is then divided by."""
-    return user.op_type == "ReduceSum" and any(
-        u.op_type == "Div" and u.inputs[0] is exponential for u, _ in exponential.uses()
+    return operator_name(user) == "ReduceSum" and any(
+        operator_name(u) == "Div" and u.inputs[0] is exponential for u, _ in exponential.uses()
     )
 
 
 def _carries(facts: Facts, node: ir.Node) -> bool:
-    if node.op_type in _ADDITIVE or (
+    if operator_name(node) in _ADDITIVE or (
         operator(node).kind is Kind.MOVE and not any(node.attributes.get(b) for b in ("body",))
     ):
         return True
-    return node.op_type in ("Mul", "Div") and _is_scaled_flag(facts, node)
+    return operator_name(node) in ("Mul", "Div") and _is_scaled_flag(facts, node)
 
 
 def _is_scaled_flag(facts: Facts, node: ir.Node) -> bool:
-    """Whether a product is (1 - m) * c, or m * c with m from a comparison or an integer mask."""
+    """Whether a product is a flag times a number: m * c, (1 - m) * c or (m - 1) * c.
+
+    A float input of the graph counts as a flag in (1 - m) * c only: many exports leave the mask to the caller.
+    """
     operands = [value for value in node.inputs if value is not None]
     flags = [value for value in operands if facts.scalar(value) is None]
-    if len(flags) != 1 or len(operands) != 2:
+    if len(flags) != 1 or len(operands) != 2 or (operator_name(node) == "Div" and flags[0] is not operands[0]):
         return False
+    if _is_flag(facts, flags[0]):
+        return True
     source = facts.through_moves(flags[0]).producer()
-    if source is None:
+    if source is None or operator_name(source) != "Sub":
         return False
-    if source.op_type == "Sub":
-        return any(facts.scalar(value) == 1.0 for value in source.inputs)
-    operand = source.inputs[0] if source.inputs else None
-    return (
-        source.op_type == "Cast"
-        and operand is not None
-        and operand.dtype is not None
-        and not operand.dtype.is_floating_point()
-    )
+    left, right = source.inputs
+    assert left is not None
+    assert right is not None
+    if facts.scalar(left) == 1.0:
+        return facts.through_moves(right) in facts.graph.model.graph.inputs
+    return facts.scalar(right) == 1.0 and _is_flag(facts, left)
 
 
-def _collect(facts: Facts, region: dict[Unit, None]) -> Masks:
-    constants: dict[ir.Value, set[Unit]] = {}
-    for unit in region:
-        for read in unit.reads:
-            if read.value in facts.constants and facts.extent(read.value).over:
-                constants.setdefault(read.value, set()).add(unit)
-    clamped = {value for value in constants if set(facts.graph.readers[value]) <= constants[value]}
-    carried: dict[ir.Value, bool] = {}  # carried values, and whether their mask is clamped
-    followers: dict[ir.Value, list[Unit]] = {value: [] for value in clamped}
-    origin: dict[ir.Value, set[ir.Value]] = {}
-    sums: dict[Unit, None] = {}
+def _is_flag(facts: Facts, value: ir.Value, depth: int = 8) -> bool:
+    """Whether all elements are 0 or 1: casts of integers and truth values count as that, with what keeps it."""
+    node = value.producer()
+    if depth == 0:
+        return False
+    if node is None or operator_name(node) == "Constant":
+        tensor = facts.tensor(value)
+        return tensor is not None and all(bool(np.isin(block, (0, 1)).all()) for block in blocks(tensor))
+    name = operator_name(node)
+    operand = node.inputs[0] if node.inputs else None
+    kind = operand.dtype if operand is not None and name in ("Cast", "CastLike") else None
+    if kind is not None and not kind.is_floating_point():
+        return True
+    if name == "ConstantOfShape":
+        fill = node.attributes.get("value")
+        return fill is None or fill.as_tensor().numpy().item() in (0, 1)
+    parts = node.inputs
+    if name == "Sub":
+        if facts.scalar(operand) != 1.0:
+            return False
+    elif name == "Where":
+        parts = node.inputs[1:]
+    elif name in SINGLE_MOVES or name == "Trilu":
+        parts = node.inputs[:1]
+    elif name not in ("Mul", "Min", "Max", "Concat"):
+        return False
+    return all(part is not None and _is_flag(facts, part, depth - 1) for part in parts)
+
+
+def _collect(facts: Facts, region: dict[Unit, None], anchors: set[tuple[ir.Node, int]]) -> Masks:
+    constants: set[ir.Value] = set()
+    origin: dict[ir.Value, set[ir.Value]] = {}  # carried values, and the constants that their mask comes from
+    computed: set[ir.Value] = set()  # carried values whose mask no constant holds
+    followers: dict[ir.Value, list[Unit]] = {}
+    carriers: list[tuple[Unit, set[ir.Value], int, bool]] = []
     for unit in facts.graph.units:
         if unit not in region:
-            if unit.node is not None and unit.node.op_type == "ConstantOfShape" and _fills_beyond(facts, unit.node):
-                carried.update(dict.fromkeys(unit.writes, False))
+            if (
+                unit.node is not None
+                and operator_name(unit.node) == "ConstantOfShape"
+                and _fills_beyond(facts, unit.node)
+            ):
+                origin.update((value, set()) for value in unit.writes)
+                computed.update(unit.writes)
             continue
         sources: set[ir.Value] = set()
         masks, held = 0, True
         for read in unit.reads:
-            if read.value in constants:
-                masks, held = masks + 1, held and read.value in clamped
-                sources |= {read.value} & clamped
-            elif read.value in carried:
-                masks, held = masks + 1, held and carried[read.value]
-                sources |= origin.get(read.value, set())
+            value = read.value
+            if value in facts.constants and facts.extent(value).over:
+                constants.add(value)
+                masks, sources = masks + 1, sources | {value}
+            elif value in origin:
+                masks, sources, held = masks + 1, sources | origin[value], held and value not in computed
         if masks:
-            assert unit.node is not None
-            if not held or (masks > 1 and unit.node.op_type in ("Add", "Sub", "Sum")):
-                sums[unit] = None
-            carried.update(dict.fromkeys(unit.writes, held))
+            carriers.append((unit, sources, masks, held))
             for value in unit.writes:
                 origin[value] = sources
+                if not held:
+                    computed.add(value)
             for source in sources:
-                followers[source].append(unit)
-    return Masks(
-        frozenset(region), {value: tuple(followers[value]) for value in constants if value in clamped}, tuple(sums)
+                followers.setdefault(source, []).append(unit)
+    leaking: set[ir.Value] = set()  # constants whose size is seen by more than a softmax
+    for value, sources in (*((value, {value}) for value in constants), *origin.items()):
+        if not all(_stays(unit, value, region, anchors) for unit in facts.graph.readers.get(value, ())):
+            leaking |= sources
+    sums: list[Unit] = []
+    for unit, sources, masks, held in carriers:
+        assert unit.node is not None
+        if not held or sources & leaking or (masks > 1 and operator_name(unit.node) in ("Add", "Sub", "Sum")):
+            sums.append(unit)
+    clamped = {v: tuple(followers[v]) for v in facts.graph.constants if v in followers and v not in leaking}
+    return Masks(frozenset(region), clamped, tuple(sums))
+
+
+def _stays(unit: Unit, value: ir.Value, region: dict[Unit, None], anchors: set[tuple[ir.Node, int]]) -> bool:
+    """Whether what the unit reads of `value` goes to a softmax."""
+    return unit in region or all(
+        isinstance(read.site, ir.Node) and (read.site, read.index) in anchors
+        for read in unit.reads
+        if read.value is value
     )
 
 

@@ -138,7 +138,9 @@ def random_plan(source: ir.Model, seed: int, options: Options) -> Plan:
         legal = choices(node, graph, FP16, targets.table("any"))
         decisions.update(legal.blocked)
         want = {unit for unit in legal.units if draw.random() < share}
-        best = max(legal.allowed, key=lambda option: len(option & want) - len(option - want))
+        best = frozenset(want)
+        if legal.allowed is not None:
+            best = max(legal.allowed, key=lambda option: len(option & want) - len(option - want))
         decisions.update({unit: Decision("fp16" if unit in best else "fp32", codes.LEVEL_O3) for unit in legal.units})
     for unit in graph.units:
         if unit.node is None:

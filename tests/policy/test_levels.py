@@ -105,7 +105,7 @@ def test_bad_options(wrong):
 
 MASK = """g (float[4,4] q, float[4,4] m, bool[4,4] c) => (float[4,4] y)
 <float[4,4] w = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}, float one = {1}, float big = {-1e9}, float[4] row = {0,0,-1e9,-1e30},
- float other = {1e9}>
+ float other = {1e9}, int64[1] zero = {0}, float[4] tri = {1,0,0,1}>
 { h = MatMul(q, w) BODY p = Softmax(s) y = MatMul(p, w) }"""
 
 
@@ -119,6 +119,15 @@ MASK = """g (float[4,4] q, float[4,4] m, bool[4,4] c) => (float[4,4] y)
         ("a = Where(c, one, big) k = Add(a, row) s = Add(h, k)", None, {"k": "AMP117"}),
         ("s = Mul(h, other)", set(), {"s": "AMP210"}),
         ("a = Where(c, h, big) s = Relu(a) z = Add(h, big)", set(), {"a": "AMP210", "z": "AMP210"}),
+        ("a = Where(c, h, big) s = Add(a, h) low = ReduceMin(a) z = Abs(low)", set(), {"a": "AMP210", "s": "AMP117"}),
+        ("s = Where(c, h, big) z = Identity(s)", set(), {"s": "AMP210"}),
+        ("a = Sub(h, one) s = Mul(a, other)", set(), {"s": "AMP210"}),
+        ("a = Sub(one, h) s = Mul(a, other)", set(), {"s": "AMP210"}),
+        ("a = Sub(m, one) b = Mul(a, other) s = Add(h, b)", set(), {"b": "AMP210"}),
+        ("f = Cast<to=1>(c) a = Sub(one, f) u = Unsqueeze(a, zero) b = Mul(u, big) s = Add(h, b)", {"big"}, {}),
+        ("f = Cast<to=1>(c) a = Sub(f, one) b = Mul(a, other) s = Add(h, b)", {"other"}, {}),
+        ("f = Cast<to=1>(c) g = Mul(f, tri) a = Sub(one, g) b = Mul(a, big) s = Add(h, b)", {"big"}, {}),
+        ("f = Cast<to=1>(c) b = Mul(f, big) s = Add(h, b)", {"big"}, {}),
     ],
 )
 def test_masks(plan_of, codes_of, body, clamped, codes):
@@ -129,6 +138,13 @@ def test_masks(plan_of, codes_of, body, clamped, codes):
     assert all(clamp.limit == 65504 / 2 and clamp.extreme >= 1e9 * 0.99 for clamp in plan.clamped.values())
     found = codes_of(text, target="any")
     assert {node: found[node][1] for node in codes} == codes
+
+
+def test_a_mask_that_is_an_output_is_not_clamped(plan_of):
+    text = MASK.replace("(float[4,4] y)", "(float[4,4] y, float[4,4] s)").replace("BODY", "s = Where(c, h, big)")
+    plan = plan_of(text, target="any")
+    assert plan.clamped == {}
+    assert {d.code for node, d in plan.nodes.items() if node.op_type == "Where"} == {"AMP210"}
 
 
 def test_mask_that_stays_fp32_keeps_its_constants(plan_of):
