@@ -47,10 +47,13 @@ class Callback:
         """Before the first micro-step."""
 
     def on_window(self, loop: Loop, window: Window) -> None:
-        """After each window, applied, skipped or empty."""
+        """After each window, applied, skipped or empty, and before the evaluation that may be due."""
 
     def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
         """After each evaluation; `values` has `val_loss` and the metrics by name."""
+
+    def on_checkpoint(self, loop: Loop) -> None:
+        """After each window and all that follows from it: a run that goes on from what is saved here misses nothing."""
 
     def on_epoch(self, loop: Loop) -> None:
         """After each epoch and its evaluation; the position is already that of the next epoch."""
@@ -80,6 +83,9 @@ class EarlyStopping(Callback):
         self.sign = 1 if better == "higher" else -1
         self.delta = delta
 
+    def on_start(self, loop: Loop) -> None:
+        self._stop_if_due(loop)  # what is resumed may have been saved between the decision and the end
+
     def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
         if self.metric not in values:
             raise UsageError(f"Early stopping watches {self.metric!r}, and there are only {', '.join(values)}.")
@@ -90,8 +96,15 @@ class EarlyStopping(Callback):
             memory.update(best=value, waited=0)
             return
         memory["waited"] += 1
-        if memory["waited"] >= self.patience:
-            loop.stop(f"{self.metric} has not become better than {best:.6g} for {self.patience} evaluations")
+        self._stop_if_due(loop)
+
+    def _stop_if_due(self, loop: Loop) -> None:
+        memory = loop.memory.get("early_stopping")
+        if memory is None or memory["waited"] < self.patience:
+            return
+        best = memory["best"]
+        than = "has been no number" if best is None else f"has not become better than {best:.6g}"
+        loop.stop(f"{self.metric} {than} for {self.patience} evaluations")
 
 
 class Checkpoints(Callback):
@@ -134,7 +147,7 @@ class Checkpoints(Callback):
         for unfinished in self.folder.glob(".*.part"):  # of a process that was killed while it wrote
             unfinished.unlink(missing_ok=True)
 
-    def on_window(self, loop: Loop, window: Window) -> None:
+    def on_checkpoint(self, loop: Loop) -> None:
         if self.every is not None and loop.windows % self.every == 0:
             self.save(loop)
 

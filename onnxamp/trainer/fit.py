@@ -102,6 +102,7 @@ class Loop:
         windows: Windows ended since the beginning of the run, resumed or not.
         step: Windows applied since the beginning of the run.
         skipped: Windows skipped since the beginning of the run.
+        evaluated: Windows ended when the last evaluation was made.
         memory: What callbacks remember; JSON values only.
         reason: Why the run ends, once it does.
     """
@@ -117,6 +118,7 @@ class Loop:
         self.windows = int(position.get("windows", 0))
         self.step = int(position.get("step", 0))
         self.skipped = int(position.get("skipped", 0))
+        self.evaluated = int(position.get("evaluated", 0))
         self.memory: dict[str, Any] = dict(position.get("memory", {}))
         self.reason: str | None = None
 
@@ -132,6 +134,7 @@ class Loop:
             "windows": self.windows,
             "step": self.step,
             "skipped": self.skipped,
+            "evaluated": self.evaluated,
             "memory": self.memory,
         }
         self.trainer.save(path)
@@ -236,15 +239,15 @@ class _Run:
         self.values: dict[str, float] = {}
         self.rows = 0
         self.seconds = self._since = self._waited = 0.0
-        self._evaluated = -1
         self._last_cause = ""
 
     def run(self) -> History:
         try:
             return self._run()
         finally:
-            for callback in self.callbacks:
-                callback.close()
+            with contextlib.ExitStack() as stack:  # each is closed, whatever happens to the others
+                for callback in reversed(self.callbacks):
+                    stack.callback(callback.close)
 
     def _run(self) -> History:
         loop = self.loop
@@ -252,7 +255,7 @@ class _Run:
             callback.on_start(loop)
         while loop.reason is None and not self._finished():
             self._epoch()
-        if self.val is not None and self._evaluated != loop.windows and self.losses and self._finished():
+        if self.val is not None and loop.evaluated != loop.windows and self._finished():
             self._evaluate()
         if loop.reason is None and self.losses and not loop.step:
             raise DivergedError(
@@ -328,6 +331,8 @@ class _Run:
             callback.on_window(loop, window)
         if self.val is not None and self.eval_every is not None and loop.windows % self.eval_every == 0:
             self._evaluate()
+        for callback in self.callbacks:
+            callback.on_checkpoint(loop)
         self._since = time.perf_counter()
 
     def _cause(self, result: Step) -> str:
@@ -342,7 +347,7 @@ class _Run:
         assert self.val is not None
         values = self.loop.trainer.evaluate(self.val, metrics=self.metrics)
         self.values = {"val_loss" if name == "loss" else name: float(value) for name, value in values.items()}
-        self._evaluated = self.loop.windows
+        self.loop.evaluated = self.loop.windows
         for callback in self.callbacks:
             callback.on_evaluate(self.loop, self.values)
         self._since = time.perf_counter()

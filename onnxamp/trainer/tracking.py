@@ -73,7 +73,8 @@ class MetricsFile(Callback):
         self._file: IO[str] | None = None
 
     def on_start(self, loop: Loop) -> None:
-        kept = [entry for entry in read_metrics(self.path) if entry["window"] <= loop.windows]
+        known = {"window": loop.windows, "evaluation": loop.evaluated}
+        kept = [entry for entry in read_metrics(self.path) if entry["window"] <= known.get(entry["kind"], -1)]
         try:
             with atomic(self.path) as file:
                 file.writelines(_line(entry).encode() for entry in kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -143,6 +144,70 @@ def test_resuming_takes_the_same_steps(tmp_path, after, accumulate):
         for path in (tmp_path / "whole.jsonl", tmp_path / "m.jsonl")
     ]
     assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize("kill", range(1, 15))
+@pytest.mark.parametrize(("eval_every", "save_every"), [(2, 2), (2, 1), (None, 1), (None, 7), (3, 2)])
+def test_a_kill_changes_no_decision(tmp_path, kill, eval_every, save_every):
+    """Best value, early stopping and records after a kill are those of a run that was never killed."""
+
+    class Valley(Counter):
+        def evaluate(self, data, metrics=()):
+            return {"loss": abs(self.windows - 6) + 1.0}
+
+    class Kill(Callback):
+        def on_window(self, loop, window):
+            if loop.windows == kill:
+                raise KeyboardInterrupt
+
+        def on_evaluate(self, loop, values):
+            if loop.windows == kill - 1:  # the evaluation after the window of the last checkpoint, before it is used
+                raise KeyboardInterrupt
+
+    def go(trainer, folder, *extra, **more):
+        callbacks = [
+            MetricsFile(folder / "m.jsonl"), *extra, Checkpoints(folder, save_every, metric="val_loss"),
+            EarlyStopping("val_loss", 2),
+        ]  # fmt: skip
+        options = {"epochs": 2, "batch_size": 8, "val": DATA, "eval_every": eval_every}
+        return fit(trainer, DATA, **options, callbacks=callbacks)
+
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    whole = Valley()
+    wanted = go(whole, tmp_path / "whole")
+    killed = Valley()
+    with contextlib.suppress(KeyboardInterrupt):
+        go(killed, tmp_path / "killed", Kill())
+    saved = checkpoints(tmp_path / "killed")
+    again = Valley.load(saved[-1]) if saved else Valley()
+    history = go(again, tmp_path / "killed")
+    assert (history.best, history.reason, history.windows) == (wanted.best, wanted.reason, wanted.windows)
+    assert again.seen == whole.seen
+    best, other = (Valley.load(tmp_path / name / "best.safetensors") for name in ("whole", "killed"))
+    assert best.seen == other.seen
+    records = [
+        [(entry["kind"], entry["window"]) for entry in read_metrics(tmp_path / name / "m.jsonl")]
+        for name in ("whole", "killed")
+    ]
+    assert records[0] == records[1]
+
+
+def test_one_failing_close_leaves_the_others_closed():
+    closed = []
+
+    class Fragile(Callback):
+        def __init__(self, name):
+            self.name = name
+
+        def close(self):
+            closed.append(self.name)
+            if self.name == "a":
+                raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        fit(Counter(), DATA, steps=1, batch_size=10, callbacks=[Fragile("a"), Fragile("b")])
+    assert closed == ["a", "b"]
 
 
 def test_callbacks_are_called_in_order():
