@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import platform
-import tempfile
+import secrets
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 import onnxamp
 from onnxamp.errors import ModelError, RuntimeMissingError
 from onnxamp.ort.providers import runtime
+from onnxamp.trainer.device import processors
 from onnxamp.training.manifest import Arena, StateTensor
 
 logger = logging.getLogger("onnxamp")
@@ -60,13 +61,16 @@ class Progress:
 
 
 def environment(provider: str, threads: int) -> dict[str, Any]:
-    """What the bits of a result depend on besides the state: versions, provider, threads, processor."""
+    """What the bits of a result depend on besides the state: versions, provider, threads, processor.
+
+    `threads` 0 means as many as there are processors, and is recorded as that number.
+    """
     return {
         "onnxamp": onnxamp.__version__,
         "onnxruntime": str(runtime().__version__),
         "numpy": metadata.version("numpy"),
         "provider": provider,
-        "threads": threads,
+        "threads": threads or processors(),
         "machine": platform.machine(),
         "processor": _processor(),
     }
@@ -134,9 +138,9 @@ def read(path: Path) -> tuple[dict[str, NDArray[Any]], Progress | None]:
 def atomic(path: Path) -> Any:
     """A binary file that takes the name `path` when all of it is on the disk, and vanishes if anything fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    name = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(name, "xb") as file:  # unlike a file of `tempfile`, with the permissions of any new one
             yield file
             file.flush()
             os.fsync(file.fileno())

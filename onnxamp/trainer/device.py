@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import onnx_ir as ir
 
@@ -27,6 +28,13 @@ class Device:
     provider: str
     memory: str
     computes_low: bool
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def find_device(provider: str) -> Device:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import os
 
 import onnx_ir as ir
 
 from onnxamp.passes.assume import AssumePass
 from onnxamp.trainer.arenas import Piece
+from onnxamp.trainer.device import processors
 from onnxamp.trainer.program import Place, Program
 from onnxamp.training.manifest import GraphPorts
 
@@ -48,7 +48,7 @@ class Update:
             elements = arenas.manifest.arena("master").elements
             chunk = max(_CHUNK, -(-elements // _PIECES // _CHUNK) * _CHUNK)
             self._pieces = arenas.pieces(chunk)
-            self._threads = max(min(threads or len(os.sched_getaffinity(0)), len(self._pieces)), 1)
+            self._threads = max(min(threads or processors(), len(self._pieces)), 1)
         else:
             self._pieces = arenas.pieces(None)
         self._program = Program(model, ports, place)

@@ -15,6 +15,7 @@ import safetensors.numpy
 from onnxamp.errors import ModelError, RuntimeMissingError
 from onnxamp.trainer import checkpoint
 from onnxamp.trainer.checkpoint import Progress
+from onnxamp.trainer.device import processors
 from onnxamp.training.manifest import Arena, StateTensor
 
 PROGRESS = Progress(4, 2, 17, None, {"epoch": 3}, "../bundle", "0" * 64, {"provider": "cpu", "threads": 1})
@@ -53,6 +54,20 @@ def test_broken_files_are_named(tmp_path):
             checkpoint.read(path)
 
 
+def test_files_have_the_permissions_of_any_new_file(tmp_path):
+    before = os.umask(0o027)
+    try:
+        checkpoint.write(tmp_path / "a.safetensors", _arenas(), PROGRESS)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+def test_the_number_of_threads_is_recorded_as_it_is():
+    assert checkpoint.environment("cpu", 3)["threads"] == 3
+    assert checkpoint.environment("cpu", 0)["threads"] == processors() >= 1
+
+
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "a.safetensors"
     checkpoint.write(path, _arenas(), PROGRESS)
@@ -68,13 +83,13 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["a.safetensors"]
 
 
-@pytest.mark.parametrize("call", ["mkstemp", "write", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["open", "write", "fsync", "replace"])
 def test_a_kill_during_save_leaves_the_old_checkpoint(tmp_path, call):
     """The process dies by SIGKILL just before the named step of its second save."""
     path = tmp_path / "a.safetensors"
     checkpoint.write(path, _arenas(), PROGRESS)
     script = f"""
-        import os, signal, tempfile
+        import builtins, os, signal
         import numpy as np
         from pathlib import Path
         from onnxamp.trainer import checkpoint
@@ -95,8 +110,8 @@ def test_a_kill_during_save_leaves_the_old_checkpoint(tmp_path, call):
                 def __getitem__(self, key):
                     return Dying()
             raw = raw.view(Raw)
-        elif {call!r} == "mkstemp":
-            tempfile.mkstemp = die
+        elif {call!r} == "open":
+            builtins.open = die
         else:
             setattr(os, {call!r}, die)
         progress = checkpoint.Progress(1, 0, 0, None, {{}}, "", "", {{}})
