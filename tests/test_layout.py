@@ -10,12 +10,13 @@ import onnxamp
 ROOT = pathlib.Path(onnxamp.__file__).parent
 
 # Each room may import itself and those in its row.
-BASE = {"errors", "dtypes", "config", "console"}
+BASE = {"errors", "dtypes", "config", "console", "files"}
 MAY_IMPORT = {
     "errors": set(),
     "dtypes": {"errors"},
     "config": {"errors"},
     "console": {"errors"},
+    "files": set(),
     "model": BASE,
     "ort": BASE | {"model"},
     "policy": BASE | {"model"},

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Iterable
 
+from onnxamp import files
 from onnxamp.errors import RuntimeMissingError, UsageError
 
 
@@ -25,28 +27,53 @@ def sizes(entries: Iterable[str]) -> dict[str, int]:
     return result
 
 
-def check_outputs(paths: Iterable[str], reports: Iterable[str], force: bool) -> None:
-    """Refuse, before any work is done, what could not be written at its end.
+def check_outputs(paths: Iterable[str], reports: Iterable[str], force: bool, inputs: Iterable[str | None] = ()) -> None:
+    """Refuse, before any work is done, what could not be written at its end or would destroy what was read.
+
+    Args:
+        paths: Files to write.
+        reports: Files to write whose ending says what they are.
+        force: Whether files that exist may be replaced.
+        inputs: Files that are read; these are never replaced.
 
     Raises:
-        UsageError: A file exists and `force` is off, or a report's name does not say what it is.
+        UsageError: A file exists and `force` is off, its folder does not exist, two of the names mean one file, or a report's name does
+            not say what it is.
     """
     reports = list(reports)
     for path in reports:
-        if not path.endswith((".json", ".html")):
+        if pathlib.Path(path).suffix not in (".json", ".html"):
             raise UsageError(f"--report {path} ends neither in .json nor in .html: the ending says what to write.")
+    read = [path for path in inputs if path is not None]
+    written: list[str] = []
     for path in (*paths, *reports):
-        if pathlib.Path(path).exists() and not force:
+        folder = pathlib.Path(path).parent
+        if not folder.is_dir():
+            raise UsageError(f"There is no folder {str(folder)!r} for {path}: make it first.")
+        if any(_is_same_file(path, other) for other in read):
+            raise UsageError(f"{path} would replace a file that is read: choose another name.")
+        if any(_is_same_file(path, other) for other in written):
+            raise UsageError(f"{path} would be written twice: choose different names.")
+        if os.path.lexists(path) and not force:
             raise UsageError(f"{path} exists: choose another name or add --force.")
+        written.append(path)
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    """Whether two names mean one file, which need not exist."""
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return os.path.realpath(one) == os.path.realpath(other)
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a text file.
+    """Write a text file, whole or not at all.
 
     Raises:
         RuntimeMissingError: The file system refuses it.
     """
     try:
-        pathlib.Path(path).write_text(text, encoding="utf-8")
+        files.write(path, text.encode())
     except OSError as problem:
         raise RuntimeMissingError(f"{path} cannot be written: {problem.strerror}.") from problem

@@ -55,18 +55,15 @@ def command(
 
     Exit code 1 if there is such a node or such data.
     """
-    from pathlib import Path
-
     from onnxamp import console
-    from onnxamp.errors import UsageError
+    from onnxamp.commands._options import check_outputs, write_text
     from onnxamp.trainer.diagnose import ranked
 
-    if report and Path(report).exists() and not force:
-        raise UsageError(f"{report} exists; choose another name or add --force.")
+    check_outputs([report] if report else [], [], force, [source, data])
     with console.progress(f"looking at {source}"):
         bad_data, found = _look(source, data, column, loss, levels, dtype, checkpoint, batch_size, rows)
     if report:
-        Path(report).write_text(_page(source, data, bad_data, found), encoding="utf-8")
+        write_text(report, _page(source, data, bad_data, found))
     if as_json:
         shown = [{"column": bad.column, "rows": list(bad.rows), "nan": bad.nan} for bad in bad_data]
         console.print_json({"data": shown, "levels": [diagnosis.to_json() for diagnosis in found]})

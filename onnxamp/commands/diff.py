@@ -43,8 +43,9 @@ def command(
     import json
     from pathlib import Path
 
+    from onnxamp.commands._options import check_outputs, write_text
     from onnxamp.comparison.compare import Comparison
-    from onnxamp.errors import RuntimeMissingError, UsageError
+    from onnxamp.errors import UsageError
 
     endings = {".json": "json", ".md": "markdown", ".html": "html", ".htm": "html"}
     if as_json and kind not in (None, "json"):
@@ -54,8 +55,7 @@ def command(
         raise UsageError("A page needs a file: add -o FILE.html.")
     if kind == "html" and only:
         raise UsageError("--only does not apply to a page, which shows all parts.")
-    if output and Path(output).exists() and not force:
-        raise UsageError(f"{output} exists; choose another -o or add --force.")
+    check_outputs([output] if output else [], [], force, [a, b, data])
 
     comparison = Comparison(a, b)
     result = comparison.result()
@@ -80,10 +80,7 @@ def command(
 
         text = to_text(result, only, None if everything or output else 30)
     if output:
-        try:
-            Path(output).write_text(text, encoding="utf-8")
-        except OSError as problem:
-            raise RuntimeMissingError(f"{output} cannot be written: {problem.strerror}.") from None
+        write_text(output, text)
     else:
         click.echo(text, nl=False)
     return int(exit_code and not result.empty)

@@ -20,15 +20,12 @@ def command(model: str, output: str, force: bool, as_json: bool) -> None:
 
     It shows on any machine, at full range of fp32 inside an operator, what overflow, underflow and rounding do on a device.
     """
-    import pathlib
-
     import onnxamp
     from onnxamp import console
-    from onnxamp.errors import UsageError
+    from onnxamp.commands._options import check_outputs
     from onnxamp.model import io
 
-    if pathlib.Path(output).exists() and not force:
-        raise UsageError(f"{output} exists: choose another -o or add --force.")
+    check_outputs([output], [], force, [model])
     source = io.load(model)
     result = onnxamp.emulate(source)
     io.save(result, output, overwrite=force)

@@ -67,6 +67,7 @@ def command(
     from pathlib import Path
 
     from onnxamp.commands._configured import pairs
+    from onnxamp.commands._options import check_outputs
     from onnxamp.errors import UsageError
     from onnxamp.trainer import export
     from onnxamp.trainer.run import Run
@@ -77,9 +78,7 @@ def command(
         raise UsageError("--int8 takes ranges from data: add --data FILE.npz or a folder.")
     if int8 and level != "O0":
         raise UsageError("--int8 starts from FP32 parameters: leave --level out.")
-    for path in (output, state_dict):
-        if path and Path(path).exists() and not force:
-            raise UsageError(f"{path} exists; choose another name or add --force.")
+    check_outputs([path for path in (output, state_dict) if path], [], force, [data])
     trainer = export.load_trainer(run, checkpoint)
     if output is not None:
         if int8:

@@ -25,12 +25,11 @@ def command(model: str, of: str | None, wrt: tuple[str, ...], output: str | None
 
     from onnxamp import console
     from onnxamp.autodiff import gradient_model
-    from onnxamp.errors import UsageError
+    from onnxamp.commands._options import check_outputs
     from onnxamp.model import io
 
     path = output or str(pathlib.Path(model).with_suffix(".grad.onnx"))
-    if pathlib.Path(path).exists() and not force:
-        raise UsageError(f"{path} exists already: name another file with -o, or overwrite it with --force.")
+    check_outputs([path], [], force, [model])
     with console.progress(f"differentiating {model}"):
         result = gradient_model(model, of, wrt or ("*",))
     io.save(result, path, overwrite=force)

@@ -38,6 +38,7 @@ def command(
     from pathlib import Path
 
     from onnxamp.commands._configured import pairs
+    from onnxamp.commands._options import check_outputs
     from onnxamp.errors import UsageError
     from onnxamp.trainer.export import exported
     from onnxamp.trainer.predict import predict, write_npz
@@ -45,8 +46,7 @@ def command(
     target = Path(output)
     if target.suffix != ".npz":
         raise UsageError(f"The output {output} must end in .npz.")
-    if target.exists() and not force:
-        raise UsageError(f"{output} exists; choose another -o or add --force.")
+    check_outputs([output], [], force, [model, data])
     if not Path(model).is_dir() and (checkpoint or weights != "master"):
         raise UsageError("--checkpoint and --weights are for the folder of a run, and MODEL is a file.")
     with exported(model, checkpoint=checkpoint, weights=weights) as path:

@@ -27,14 +27,11 @@ import click
 @click.option("--force", is_flag=True, help="Overwrite the output file.")
 def command(model: str, units: int, output_name: str | None, init: str, seed: int, output: str, force: bool) -> int:
     """Replace the last layer of MODEL by a fresh one with that many units; its parameters keep their names."""
-    from pathlib import Path
-
-    from onnxamp.errors import UsageError
+    from onnxamp.commands._options import check_outputs
     from onnxamp.model import io
     from onnxamp.training.head import replace_head
 
-    if Path(output).exists() and not force:
-        raise UsageError(f"{output} exists; choose another -o or add --force.")
+    check_outputs([output], [], force, [model])
     result = replace_head(model, output_name, units, init, seed)
     io.save(result, output, overwrite=force)
     click.echo(f"{output}: {units} units")

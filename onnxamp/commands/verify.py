@@ -31,7 +31,7 @@ if TYPE_CHECKING:
               help="cosine, snr, max_abs, max_rel, nonfinite, integers, top1 or kl; 'none' lifts a bound.")  # fmt: skip
 @click.option("--dim", multiple=True, metavar="NAME=N", help="Size of a free dimension of inputs that are made up.")
 @click.option("--samples", default=4, show_default=True, type=click.IntRange(1), help="How many inputs to make up.")
-@click.option("--seed", default=0, show_default=True, help="Seed of inputs that are made up.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of inputs that are made up.")
 @click.option("--provider", default="cpu", show_default=True, help="Where to run: auto, cpu, cuda, ...")
 @click.option(
     "--report",
@@ -69,7 +69,7 @@ def command(
     from onnxamp.evidence.verification import verify
 
     bounds, dims = parse(tolerance), sizes(dim)
-    check_outputs([], report, force)
+    check_outputs([], report, force, [reference, *candidates, data])
     results = []
     for candidate in candidates:
         with console.progress(f"verifying {candidate}"):

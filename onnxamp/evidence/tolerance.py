@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 
 from onnxamp.errors import UsageError
@@ -95,6 +96,8 @@ def parse(entries: Iterable[str]) -> dict[str, float | None]:
             if name not in MEASURES:
                 raise ValueError
             changes[name] = None if text.lower() == "none" else float(text)
+            if not math.isfinite(changes[name] or 0.0):
+                raise ValueError
         except ValueError:
             raise UsageError(
                 f"Tolerance {entry!r} is not MEASURE=NUMBER with one of {', '.join(MEASURES)}: write for example cosine=0.999."

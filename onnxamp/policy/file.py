@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 from collections.abc import Iterable
 
 from onnxamp import config
@@ -42,8 +41,8 @@ def read_policy(path: str | os.PathLike[str]) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
-def write_policy(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the decision for every node of `plan`, with its reason as a comment."""
+def plan_text(plan: Plan) -> str:
+    """A policy file of the decision for every node of `plan`, with its reason as a comment."""
     options = plan.options
     lines = [f"# level {options.level}, {options.dtype}, target {options.target}", "", "[nodes]"]
     seen = set()
@@ -54,7 +53,7 @@ def write_policy(plan: Plan, path: str | os.PathLike[str]) -> None:
         seen.add(name)
         value = "fp32" if decision.precision == "fp32" else "low"
         lines.append(f'{_key(name)} = "{value}"  # {node.op_type}: {decision.code} {title(decision.code)}')
-    pathlib.Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines) + "\n"
 
 
 def policy_text(pairs: Iterable[tuple[str, str]], comments: Iterable[str]) -> str:
