@@ -1,20 +1,27 @@
 """The command group: finds the commands by their files and turns errors into one sentence and an exit code.
 
 A command is a file in `commands/` that defines a click command named `command`. Exit codes: 0 ok, 1 finding or
-tolerance missed, 2 usage, 3 invalid model or data, 4 unsupported, 5 environment, 70 internal, 130 interrupted.
+tolerance missed, 2 usage, 3 invalid model or data, 4 unsupported, 5 environment, 70 internal, 130 interrupted, 141 nobody reads
+the output any more.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import sys
+from typing import Any
 
 import click
 
 import onnxamp
 import onnxamp.commands
 from onnxamp.errors import AmpError
+
+
+class _UnreadError(Exception):
+    """Who reads our output has gone: `onnxamp ... | head`."""
 
 
 class _Commands(click.Group):
@@ -30,6 +37,14 @@ class _Commands(click.Group):
         module = importlib.import_module(f"onnxamp.commands.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:  # which click would end with 1, as if a tolerance were missed
+            raise _UnreadError from None
+        return result
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -52,9 +67,10 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         click.echo("Interrupted.", err=True)
         sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(0)
+    except _UnreadError:
+        # What is still buffered goes nowhere. Neither 0 nor 1: the verdict of a command may not have been reached.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(141)
     except AmpError as problem:
         if debug:
             raise

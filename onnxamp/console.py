@@ -22,9 +22,16 @@ from rich.text import Text
 _UNLIMITED = 10_000
 
 
+class _Console(Console):
+    """A console that leaves it to the command line what happens when nobody reads its output."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def stdout() -> Console:
     """The console for results."""
-    return Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else _UNLIMITED)
+    return _Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else _UNLIMITED)
 
 
 def show(*items: RenderableType) -> None:

@@ -111,3 +111,14 @@ def test_a_device_is_written_to_and_stays_one(tmp_path: pathlib.Path) -> None:
     finally:
         os.close(reader)
     assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["convert", "--help"]])
+def test_output_that_nobody_reads(arguments: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run([sys.executable, "-m", "onnxamp", *arguments], stdout=write, stderr=subprocess.PIPE)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
