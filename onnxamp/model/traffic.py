@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 import onnx_ir as ir
 
 from onnxamp.model import dimensions
-from onnxamp.model.units import SHAPE_ONLY, TypeGraph, Unit, all_nodes
+from onnxamp.model.units import SHAPE_ONLY, Read, TypeGraph, Unit, all_nodes
 
 FIRST_DIM, OTHER_DIM = 1, 64
 _UNRANKED = 64
+_UNSIZED = (None, ir.DataType.STRING, ir.DataType.UNDEFINED)
 
 
 class Traffic:
@@ -43,41 +44,40 @@ class Traffic:
         if count is None:
             shape = value.shape
             count = _UNRANKED if shape is None else math.prod(self._size(dim, axis) for axis, dim in enumerate(shape))
+            assert count >= 0, f"{value.name!r} has {count} elements"
             self._elements[value] = count
         return count
 
     def bytes(
         self,
         dtype: Callable[[Unit], ir.DataType],
-        is_cast: Callable[[ir.Value, ir.DataType], bool] = lambda constant, dtype: False,
+        is_cast: Callable[[Read], bool] = lambda read: False,
     ) -> int:
         """Bytes of one run when every unit has the type that `dtype` gives it.
 
         Args:
             dtype: The type of each unit.
-            is_cast: Whether a constant is cast at run time for readers of a type; else it is stored in that type.
+            is_cast: Whether a constant is cast at run time where it is read in another type; else it is stored in that type.
         """
         types = {unit: dtype(unit) for unit in self.graph.units}
         total = self._constant_bytes + sum(count * _width(types[unit]) for unit, count in self.of_unit.items())
         for value, readers in self.graph.readers.items():
-            wanted = {types[reader] for reader in readers}
             writer = self.graph.writer.get(value)
-            if writer is not None:
-                source = types[writer]
-                wanted.discard(source)
-            else:
-                assert value.dtype is not None
-                source = value.dtype
-                wanted = {kind for kind in wanted if kind != source and is_cast(value, kind)}
+            source = types[writer] if writer is not None else value.dtype
+            assert source is not None
+            wanted = {types[reader] for reader in readers if types[reader] != source}
+            if writer is None and wanted:
+                reads = ((types[reader], read) for reader in readers for read in reader.reads if read.value is value)
+                wanted = {kind for kind, read in reads if kind != source and is_cast(read)}
             for kind in wanted:
                 total += self.elements(value) * (_width(source) + _width(kind))
         return total
 
     def _size(self, dim: int | ir.SymbolicDim, axis: int) -> int:
-        if isinstance(dim, int):
+        if isinstance(dim, int) and dim >= 0:
             return dim
         default = FIRST_DIM if axis == 0 else OTHER_DIM
-        if dim.value is None:
+        if isinstance(dim, int) or dim.value is None:  # some exporters write -1 for a dimension that they do not know
             return default
         for name in dimensions.names(dim.value):
             self.dims.setdefault(name, default)
@@ -107,7 +107,7 @@ class Traffic:
         return total
 
     def _bytes(self, value: ir.Value) -> int:
-        bits = 64 if value.dtype is None or value.dtype == ir.DataType.STRING else value.dtype.bitwidth
+        bits = 64 if value.dtype in _UNSIZED else value.dtype.bitwidth
         return -(-self.elements(value) * bits // 8)
 
 

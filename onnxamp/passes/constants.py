@@ -52,11 +52,10 @@ class ConvertConstantsPass(ir.passes.InPlacePass):
         assert own is not None
         clamp = self.plan.clamped.get(value)
         limit = clamp.limit if clamp is not None else None
-        casting = self.plan.options.casts_weights and value.is_initializer()
         keeps_own = own in wanted
         others: dict[ir.DataType, list[Read]] = {}
         for kind, reads in wanted.items():
-            converted = [r for r in reads if not casting or r in self.plan.uncast or r.site is model.graph]
+            converted = [read for read in reads if not self.plan.casts(read)]
             keeps_own |= len(converted) < len(reads)
             if kind != own and converted:
                 others[kind] = converted

@@ -88,7 +88,6 @@ class Plan:
         options: What was asked for.
         decisions: The decision of every unit of the graph.
         clamped: Mask constants to clamp, in every precision in which they are used.
-        uncast: Reads of constants that shape inference looks at: the constant is converted, never cast at run time.
         traffic: Modelled bytes.
         dims: The sizes that the traffic model took for unknown dimensions, by name.
     """
@@ -97,7 +96,6 @@ class Plan:
     options: Options
     decisions: dict[Unit, Decision]
     clamped: dict[ir.Value, Clamp] = dataclasses.field(default_factory=dict)
-    uncast: frozenset[Read] = frozenset()
     traffic: Bytes = Bytes(0, 0, 0)
     dims: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -116,6 +114,10 @@ class Plan:
         """The precision in which a value is written; None for constants and for values that take no part."""
         writer = self.graph.writer.get(value)
         return self.decisions[writer].precision if writer else None
+
+    def casts(self, read: Read) -> bool:
+        """Whether a constant that is read here in another precision is cast at run time; else it is converted."""
+        return _casts_constant(self.graph, self.options, read)
 
 
 def primary_unit(units: tuple[Unit, ...]) -> Unit:
@@ -178,7 +180,6 @@ def make_plan(graph: TypeGraph, options: Options, ranges: Mapping[str, float] | 
         options,
         ordered,
         _clamps(marks, ordered),
-        _uncast(graph),
         Bytes(model.bytes(lambda unit: unit.dtype), before, _bytes(model, options, ordered)),
         model.dims,
     )
@@ -246,7 +247,7 @@ def _by_level(facts: Facts, unit: Unit, options: Options) -> Decision | None:
 def _bytes(model: Traffic, options: Options, decisions: dict[Unit, Decision]) -> int:
     return model.bytes(
         lambda unit: BY_NAME[decisions[unit].precision].ir,
-        lambda constant, dtype: options.casts_weights and dtype != ir.DataType.FLOAT,
+        functools.partial(_casts_constant, model.graph, options),
     )
 
 
@@ -261,9 +262,11 @@ def _clamps(marks: Marks, decisions: dict[Unit, Decision]) -> dict[ir.Value, Cla
     return clamps
 
 
-def _uncast(graph: TypeGraph) -> frozenset[Read]:
-    """Reads of constants that shape inference looks at."""
-    constants = frozenset(graph.constants)
-    return frozenset(
-        read for unit in graph.units for read in unit.reads if read.value in constants and is_shape_operand(read)
+def _casts_constant(graph: TypeGraph, options: Options, read: Read) -> bool:
+    """With weights that are cast: initializers, except where shape inference looks at them and where they are an output."""
+    return (
+        options.casts_weights
+        and read.value.is_initializer()
+        and read.site is not graph.model.graph
+        and not is_shape_operand(read)
     )

@@ -15,6 +15,9 @@ import onnxamp
 from onnxamp.conversion import mixed
 from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model import io, tensors
+from onnxamp.model.io import load
+from onnxamp.model.traffic import Traffic
+from onnxamp.model.units import type_graph
 from onnxamp.policy.plan import Options
 
 
@@ -30,12 +33,29 @@ def converted(source: object, tmp_path: pathlib.Path, **options: object) -> onnx
     return onnx.load(path)
 
 
-def types_of(model: onnx.ModelProto, judge: types.SimpleNamespace) -> dict[str, int]:
+def types_of(model: onnx.ModelProto, judge: types.ModuleType) -> dict[str, int]:
     (_, seen), *_ = judge.scopes(judge.inferred(model).graph)
     return dict(seen)
 
 
-def test_an_overridable_input_keeps_its_type(tmp_path: pathlib.Path, judge: types.SimpleNamespace) -> None:
+TRAFFIC = """g (float[2,4] x, bool c) => (float[2,4] y, float[4,4] w) <float[4,4] w = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}>
+{ k = Constant<value = float[4,4] {1,0,0,0,0,1,0,0,0,0,1,0,0,0,0,1}>() a = MatMul(x, k) b = MatMul(a, w) d = Softmax(b)
+  e = If (c) <then_branch = t () => (float[2,4] p) { p = MatMul(d, w) }, else_branch = f () => (float[2,4] q) { q = Add(d, k) }>
+  u = Clip(e) y = Exp(u) }"""
+
+
+@pytest.mark.parametrize("level", ["OD", "O1", "O2", "O3"])
+@pytest.mark.parametrize("weights", ["cast", "convert"])
+@pytest.mark.parametrize("io", ["keep", "low"])
+def test_modelled_traffic_is_that_of_the_file(level: str, weights: str, io: str) -> None:
+    source = load(parsed(TRAFFIC, opset=17))
+    result = mixed(source, Options(level=level, weights=weights, io=io, target="any"))
+    written = Traffic(type_graph(result.model), {}).bytes(lambda unit: unit.dtype)
+    assert written == result.plan.traffic.result
+    assert result.summary.casts["low"] > 0 or io == "low"
+
+
+def test_an_overridable_input_keeps_its_type(tmp_path: pathlib.Path, judge: types.ModuleType) -> None:
     source = parsed("g (float[2,4] x, float[4,4] w) => (float[2,4] y) { y = MatMul(x, w) }")
     source.graph.initializer.append(numpy_helper.from_array(np.eye(4, dtype=np.float32), "w"))
     result = converted(source, tmp_path)
@@ -45,7 +65,7 @@ def test_an_overridable_input_keeps_its_type(tmp_path: pathlib.Path, judge: type
     np.testing.assert_array_equal(judge.run(result, {"x": x, "w": w})["y"], x @ w)
 
 
-def test_below_ir_4_initializers_are_constants(tmp_path: pathlib.Path, judge: types.SimpleNamespace) -> None:
+def test_below_ir_4_initializers_are_constants(tmp_path: pathlib.Path, judge: types.ModuleType) -> None:
     source = parsed("g (float[2,4] x, float[4,4] w) => (float[2,4] y) { y = MatMul(x, w) }", opset=8, ir=3)
     source.graph.initializer.append(numpy_helper.from_array(np.eye(4, dtype=np.float32), "w"))
     result = converted(source, tmp_path)
@@ -66,7 +86,7 @@ FUNCTIONS = """<ir_version: 10, opset_import: ["" : 19, "local" : 1]>
         r = If (c) <then_branch = t () => (p) { p = Relu(v) }, else_branch = e () => (q) { z = Neg(v)  q = Exp(z) }> }"""
 
 
-def test_functions_are_specialised(tmp_path: pathlib.Path, judge: types.SimpleNamespace) -> None:
+def test_functions_are_specialised(tmp_path: pathlib.Path, judge: types.ModuleType) -> None:
     source = onnx.parser.parse_model(FUNCTIONS)
     result = converted(source, tmp_path)
     assert not result.functions
@@ -173,7 +193,7 @@ def test_an_unknown_operator_keeps_its_types(tmp_path: pathlib.Path) -> None:
     assert kinds == {"w": TensorProto.FLOAT, "w__fp16": TensorProto.FLOAT16}
 
 
-def test_interface_patterns(tmp_path: pathlib.Path, judge: types.SimpleNamespace) -> None:
+def test_interface_patterns(tmp_path: pathlib.Path, judge: types.ModuleType) -> None:
     source = parsed("""g (float[2,4] x, float[2,4] past_0, float[2,4] past_1) => (float[2,4] y, float[2,4] present) {
         a = MatMul(x, w)  present = Add(a, past_0)  y = Add(a, past_1) }""")
     source.graph.initializer.append(numpy_helper.from_array(np.eye(4, dtype=np.float32), "w"))
@@ -198,7 +218,7 @@ def test_declared_shapes_are_written_and_guessed_ones_are_not(tmp_path: pathlib.
     assert all(value.shape is not None for node in kept.graph for value in node.outputs)
 
 
-def test_a_branch_output_does_not_justify_another(tmp_path: pathlib.Path, judge: types.SimpleNamespace) -> None:
+def test_a_branch_output_does_not_justify_another(tmp_path: pathlib.Path, judge: types.ModuleType) -> None:
     moves = "h = Sin(x)  i = Neg(h)  j = Neg(i)  k = Neg(j)  l = Neg(k)  m = Neg(l)"
     source = parsed(f"""g (bool c, float[8,4] x) => (float[8,4] y, float[8,4] z) {{
         o, n = If (c) <then_branch = t () => (float[8,4] p, float[8,4] q) {{ p = MatMul(x, w)  {moves}  q = Neg(m) }},

@@ -60,7 +60,14 @@ def test_constants_are_cast_only_where_said(graph_of):
     graph = graph_of("g (float[2] x) => (float[2] y) <float[2] b = {1,2}> { y = Add(x, b) }")
     model = Traffic(graph, {})
     stored = model.bytes(lambda unit: HALF)
-    assert model.bytes(lambda unit: HALF, lambda constant, dtype: True) == stored + 2 * 6
+    assert model.bytes(lambda unit: HALF, lambda read: read.value.name == "b") == stored + 2 * 6
+
+
+def test_negative_dimensions_are_unknown(graph_of):
+    graph = graph_of("g (float[2,3] x) => (float[2,3] y) { y = Relu(x) }")
+    graph.model.graph.inputs[0].shape = ir.Shape([-1, -1, 3])
+    model = Traffic(graph, {})
+    assert model.elements(graph.model.graph.inputs[0]) == 1 * 64 * 3
 
 
 def test_given_dimensions(graph_of):
