@@ -296,7 +296,7 @@ def _check_file(
             problems.append(f"onnx.checker refuses the candidate: {wrong}.")
     if not any(value.dtype in LOW for node in model.graph.all_nodes() for value in node.outputs):
         return
-    answer = worker.shared().run(candidate, [sample], SessionConfig(provider="cpu"))
+    answer = worker.shared().run(candidate, [sample])
     if answer.note:
         notes.append(answer.note)
     if answer.kind == UnsupportedError.__name__:

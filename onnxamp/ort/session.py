@@ -21,6 +21,7 @@ import numpy as np
 import onnx
 
 from onnxamp.errors import AmpError, DataError, ModelError, RuntimeMissingError, UnsupportedError, UsageError
+from onnxamp.ort.precision import has_low
 from onnxamp.ort.providers import PROVIDERS, provider_list, runtime, short_name
 
 logger = logging.getLogger("onnxamp")
@@ -37,6 +38,8 @@ OPTIMIZATION = {
     "extended": "ORT_ENABLE_EXTENDED",
     "all": "ORT_ENABLE_ALL",
 }
+LOW_OPTIMIZATION = "extended"
+"""The highest level that is safe for 16-bit models on the CPU."""
 # A protobuf message ends at 2 GiB; above this, weights travel in a file of their own.
 _INLINE_LIMIT = 1 << 30
 
@@ -47,7 +50,8 @@ class SessionConfig:
 
     Attributes:
         provider: ``auto``, a short name (``cpu``, ``cuda``, ...) or a full provider name.
-        optimization: Graph optimization level: ``none``, ``basic``, ``extended`` or ``all``.
+        optimization: Graph optimization level: ``none``, ``basic``, ``extended``, ``all``, or ``auto``: ``all``, ONNX Runtime's
+            own default, except for 16-bit models on the CPU, which get ``extended``.
         threads: Threads inside an operator; 0 leaves it to the runtime.
         memory_pattern: Plan memory ahead; off saves memory where shapes vary, and in training graphs.
         deterministic: Ask for deterministic kernels.
@@ -58,7 +62,7 @@ class SessionConfig:
     """
 
     provider: str = "auto"
-    optimization: str = "all"
+    optimization: str = "auto"
     threads: int = 0
     memory_pattern: bool = True
     deterministic: bool = False
@@ -76,10 +80,11 @@ def session_options(config: SessionConfig) -> Any:
         RuntimeMissingError: No runtime is installed.
     """
     ort = runtime()
-    if config.optimization not in OPTIMIZATION:
-        raise UsageError(f"Unknown optimization level {config.optimization!r}: use {', '.join(OPTIMIZATION)}.")
+    if config.optimization not in (*OPTIMIZATION, "auto"):
+        raise UsageError(f"Unknown optimization level {config.optimization!r}: use auto, {', '.join(OPTIMIZATION)}.")
     options = ort.SessionOptions()
-    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, OPTIMIZATION[config.optimization])
+    level = OPTIMIZATION["all" if config.optimization == "auto" else config.optimization]
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
     options.intra_op_num_threads = config.threads
     options.enable_mem_pattern = config.memory_pattern
     options.log_severity_level = config.log_severity
@@ -113,6 +118,9 @@ def open_session(model: Model, config: SessionConfig | None = None) -> Any:
     providers = [(names[0], dict(config.provider_options)), *names[1:]]
     with tempfile.TemporaryDirectory(prefix="onnxamp-", ignore_cleanup_errors=True) as folder:
         source = loadable(model, folder)
+        # At its default level ONNX Runtime 1.32 ends the process (a segmentation fault) on some valid 16-bit models on the CPU.
+        if config.optimization == "auto" and names == [PROVIDERS["cpu"]] and has_low(source):
+            config = dataclasses.replace(config, optimization=LOW_OPTIMIZATION)
         try:
             # No fallback: it would print to stdout and take the CPU instead.
             session = ort.InferenceSession(source, session_options(config), providers=providers, enable_fallback=0)

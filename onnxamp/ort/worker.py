@@ -23,10 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onnxamp.errors import AmpError, InternalError
-from onnxamp.ort.session import Model, SessionConfig, loadable, open_session, run
-
-# Below the default level, and known to work where that crashes.
-FALLBACK = "extended"
+from onnxamp.ort.session import LOW_OPTIMIZATION, Model, SessionConfig, loadable, open_session, run
 
 # Not multiprocessing: that would import the user's __main__ again. The path is handed over, so that the same onnxamp loads.
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from onnxamp.ort.worker import serve; serve()"
@@ -71,19 +68,24 @@ class Worker:
         Args:
             model: A path, bytes, `ModelProto` or `ir.Model`.
             samples: Feeds, one mapping a run; none means: only load it.
-            config: Session options; a crash is tried again at ``extended`` only from the default level.
+            config: Session options; ONNX Runtime's defaults on the CPU where None. A crash is tried again at ``extended`` only
+                from the level ``all``.
             outputs: Names of the outputs wanted; all where None.
         """
-        config = config or SessionConfig(provider="cpu")
+        config = config or SessionConfig(provider="cpu", optimization="all")
         with self._lock, tempfile.TemporaryDirectory(prefix="onnxamp-", ignore_cleanup_errors=True) as folder:
             source = loadable(model, folder)
             answer = self._ask(source, samples, config, outputs)
             if not answer.crashed or config.optimization != "all":
                 return answer
-            again = self._ask(source, samples, dataclasses.replace(config, optimization=FALLBACK), outputs)
+            again = self._ask(source, samples, dataclasses.replace(config, optimization=LOW_OPTIMIZATION), outputs)
             if again.error:
                 return dataclasses.replace(again, crashed=True)
-            note = f"ONNX Runtime crashes at its default optimization level ({answer.error}); {FALLBACK!r} works."
+            note = (
+                f"ONNX Runtime ends its process on this file at its default optimization level ({answer.error}): set "
+                "SessionOptions.graph_optimization_level = GraphOptimizationLevel.ORT_ENABLE_EXTENDED, with which it runs "
+                "(onnxamp itself does)."
+            )
             return dataclasses.replace(again, note=note, crashed=True)
 
     def close(self) -> None:

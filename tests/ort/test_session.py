@@ -194,6 +194,38 @@ def test_no_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
         open_session(b"")
 
 
+BEGINNINGS = {
+    "none": (DOUBLE, False),
+    "input": ("g (float16[N] x) => (float16[N] y) { y = Relu(x) }", True),
+    "cast": ("g (float[N] x) => (float[N] y) { h = Cast<to=10>(x) r = Relu(h) y = Cast<to=1>(r) }", True),
+    "bf16": ("g (float[N] x) => (float[N] y) { h = Cast<to=16>(x) y = Cast<to=1>(h) }", True),
+    "initializer": (
+        "g (int64[N] x) => (float[N,1] y) <float16[1,1] w = {1}> { z = Gather(w, x) y = Cast<to=1>(z) }",
+        True,
+    ),
+    "constant": ("g (float[N] x) => (float[1] y) { c = Constant<value=float16[1] {1}>() y = Cast<to=1>(c) }", True),
+    "body": (
+        "g (bool b, float[N] x) => (float[N] y) { y = If(b) <then_branch = t () => (float[N] u) "
+        "{ h = Cast<to=10>(x) u = Cast<to=1>(h) }, else_branch = e () => (float[N] v) { v = Relu(x) }> }",
+        True,
+    ),
+    "sequence": ("g (seq(float16[N]) x) => (int64 y) { y = SequenceLength(x) }", True),
+    "int attribute": ("g (float[N,20] x) => (float[N,20] y) { y = Softmax<axis=1>(x) }", False),
+}
+
+
+@pytest.mark.parametrize("case", BEGINNINGS)
+def test_16_bit_models_get_a_level_that_is_safe(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens a session on the CPU without naming a level; at `all` the runtime may end the process."""
+    text, low = BEGINNINGS[case]
+    levels = []
+    real = session.session_options
+    monkeypatch.setattr(session, "session_options", lambda config: levels.append(config.optimization) or real(config))
+    open_session(proto(text), SessionConfig(provider="cpu"))
+    open_session(proto(text), SessionConfig(provider="cpu", optimization="all"))
+    assert levels == ["extended" if low else "auto", "all"]
+
+
 def test_worker_runs_reports_and_survives() -> None:
     x = np.array([1.5, 2], np.float32)
     with worker.Worker() as ours:
@@ -233,7 +265,7 @@ def test_worker_restarts_after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(answer.results[0]["y"], [4])
         assert answer.crashed
         assert "SIGSEGV" in answer.note
-        assert "extended" in answer.note
+        assert "ORT_ENABLE_EXTENDED" in answer.note
     monkeypatch.setattr(worker, "_BOOT", crash.replace("LEVELS", "('all', 'extended')"))
     with worker.Worker() as ours:
         answer = ours.run(proto(DOUBLE), [{"x": x}])
