@@ -2,9 +2,9 @@
 
     python benchmarks/emulation.py [--elements 200000] > table.md
 
-For each operator, a model in the 16-bit type is emulated and run on random 16-bit numbers; the oracle computes with numpy in float64 from the
-same numbers and rounds once (numpy for fp16, ml_dtypes for bf16). A difference of one unit in the last place means that fp32 arithmetic, which
-rounds before the 16-bit type does, fell on the other side of a tie or (sums, functions) was itself off by a bit of fp32.
+For each operator, a model in the 16-bit type is emulated and run on random 16-bit numbers; the oracle computes with numpy in float64
+from the same numbers and rounds once (numpy for fp16, ml_dtypes for bf16). A difference of one unit in the last place means that fp32
+arithmetic, which rounds before the 16-bit type does, fell on the other side of a tie or (sums, functions) was itself off by a bit.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def rename_result(model, graph, nodes, tensors, rng):
 
 
 def fewer_operands(model, graph, nodes, tensors, rng):
-    rng.choice(nodes).input.pop()
+    del rng.choice([node for node in nodes if node.input]).input[-1]
 
 
 def more_operands(model, graph, nodes, tensors, rng):
@@ -200,11 +200,12 @@ def metadata(model, graph, nodes, tensors, rng):
     )
 
 
+PARAMETERS = ("model", "graph", "nodes", "tensors", "rng")
 CHANGES = [
     value
     for value in list(globals().values())
-    if callable(value) and getattr(value, "__code__", None) and value.__code__.co_varnames[:5] == ("model", "graph", "nodes", "tensors", "rng")
-]  # fmt: skip
+    if getattr(value, "__code__", None) is not None and value.__code__.co_varnames[:5] == PARAMETERS
+]
 
 
 def checked(path: pathlib.Path) -> bool:

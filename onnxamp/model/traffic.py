@@ -27,11 +27,13 @@ class Traffic:
         graph: The model's type graph.
         dims: Sizes of named dimensions. A name not given is added when first seen, graph inputs first: 1 if it then leads a shape, else 64.
             Expressions of names are evaluated.
+        names: The named dimensions of the graph.
     """
 
     def __init__(self, graph: TypeGraph, dims: Mapping[str, int]) -> None:
         self.graph = graph
         self.dims = dict(dims)
+        self.names: set[str] = set()
         self._elements: dict[ir.Value, int] = {}
         for value in graph.model.graph.inputs:
             self.elements(value)
@@ -81,6 +83,7 @@ class Traffic:
             return default
         for name in dimensions.names(dim.value):
             self.dims.setdefault(name, default)
+            self.names.add(name)
         return dimensions.evaluate(dim.value, self.dims)
 
     def _unit_elements(self, unit: Unit) -> int:

@@ -37,6 +37,9 @@ _HELD = {
     _ATTRIBUTE.TYPE_PROTO: "tp",
 }
 _MANY = 1 << 20
+# Attributes that name an element type (stash_type and the like may be 0).
+_TYPES = frozenset({"to", "dtype", "output_datatype"})
+_DTYPES = frozenset(int(kind) for kind in ir.DataType if kind != ir.DataType.UNDEFINED)
 
 
 def check(proto: onnx.ModelProto, folder: pathlib.Path | None) -> None:
@@ -62,13 +65,20 @@ def check(proto: onnx.ModelProto, folder: pathlib.Path | None) -> None:
         raise UnsupportedError(
             "The model carries a training graph (training_info), which a rewritten graph would no longer fit; remove it."
         )
+    texts = (proto.producer_name, proto.producer_version, proto.domain, proto.doc_string, *_metadata(proto))
+    _text("the model", *texts)
     _Checker(proto, folder).run()
 
 
 def _imports(opsets: Iterable[onnx.OperatorSetIdProto], where: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for opset in opsets:
+        _text("a domain", opset.domain)
         domain = "" if opset.domain == "ai.onnx" else opset.domain
+        if opset.version < 1:
+            raise ModelError(
+                f"{where} imports domain {domain or 'ai.onnx'!r} in version {opset.version}; it begins at 1."
+            )
         if found.setdefault(domain, opset.version) != opset.version:
             raise ModelError(f"{where} imports domain {domain or 'ai.onnx'!r} in two versions; keep one.")
     latest = onnx.defs.onnx_opset_version()
@@ -98,6 +108,8 @@ class _Checker:
         model_imports = self.imports
         self.imports = {**model_imports, **_imports(function.opset_import, f"Function {function.name!r}")}
         where = f"function {function.name!r}"
+        _text(where, function.name, function.domain, function.doc_string, *function.input, *function.output)
+        _text(where, *function.attribute, *_metadata(function))
         defined = _define(where, [], [], function.input, function.node)
         self.nodes(function.node, (defined,), where)
         for name in function.output:
@@ -107,7 +119,7 @@ class _Checker:
 
     def graph(self, graph: onnx.GraphProto, outer: tuple[set[str], ...]) -> None:
         where = f"graph {graph.name!r}"
-        _text(where, graph.name, graph.doc_string)
+        _text(where, graph.name, graph.doc_string, *_metadata(graph))
         for value in (*graph.input, *graph.output, *graph.value_info):
             _text(f"value {value.name!r}", value.name, value.doc_string, *_dimension_names(value))
         initializers = [tensor.name for tensor in graph.initializer]
@@ -120,13 +132,20 @@ class _Checker:
         scopes = (*outer, defined)
         self.nodes(graph.node, scopes, where)
         for value in graph.output:
-            if not any(value.name in scope for scope in scopes):
-                raise ModelError(f"Output {value.name!r} of {where} is produced by no node of it.")
+            if value.name in defined:
+                continue
+            if any(value.name in scope for scope in outer):
+                raise ModelError(
+                    f"Output {value.name!r} of {where} is a value of the graph around it, which ONNX does not allow; hand it on with an "
+                    "Identity node."
+                )
+            raise ModelError(f"Output {value.name!r} of {where} is produced by no node of it.")
 
     def nodes(self, nodes: Iterable[onnx.NodeProto], scopes: tuple[set[str], ...], where: str) -> None:
         for node in nodes:
             name = f"{node.op_type} node {node.name or next(iter(node.output), '')!r}"
             _text(name, node.op_type, node.domain, node.name, node.doc_string, node.overload, *node.input, *node.output)
+            _text(name, *_metadata(node))
             if not node.op_type:
                 raise ModelError(f"Node {node.name!r} of {where} has no operator.")
             if node.domain not in self.imports and node.domain != "ai.onnx":
@@ -142,7 +161,7 @@ class _Checker:
                 self.attribute(attribute, scopes, name)
 
     def arity(self, node: onnx.NodeProto, name: str) -> None:
-        """Operands, results and bodies must be as many as the operator has."""
+        """Operands, results and attributes must be what the operator has."""
         domain = "" if node.domain == "ai.onnx" else node.domain
         if (domain, node.op_type) in self.local or domain not in self.imports:
             return
@@ -156,12 +175,25 @@ class _Checker:
             if not least <= count <= most:
                 bounds = str(least) if least == most else f"{least} to {most}" if most < _MANY else f"at least {least}"
                 raise ModelError(f"{name} has {count} {what}; the operator takes {bounds}.")
-        have = {attribute.name for attribute in node.attribute}
-        for body in formal.bodies - have:
-            raise ModelError(f"{name} lacks its {body}.")
+        have = {attribute.name: attribute for attribute in node.attribute}
+        for required in formal.required - set(have):
+            raise ModelError(f"{name} lacks its attribute {required!r}.")
+        if node.op_type == "Constant" and not domain and len(have) != 1:
+            raise ModelError(f"{name} has {len(have)} attributes; exactly one gives its value.")
+        for key, attribute in have.items():
+            want = formal.attributes.get(key, attribute.type)
+            if attribute.type != want:
+                kinds = [_ATTRIBUTE.AttributeType.Name(kind).lower() for kind in (attribute.type, want)]
+                raise ModelError(
+                    f"Attribute {key!r} of {name} is declared as {kinds[0]}; the operator takes {kinds[1]}."
+                )
+            if key in _TYPES and want == _ATTRIBUTE.INT and attribute.i not in _DTYPES:
+                raise ModelError(f"Attribute {key!r} of {name} is {attribute.i}, which is no element type.")
 
     def attribute(self, attribute: onnx.AttributeProto, scopes: tuple[set[str], ...], name: str) -> None:
         _text(f"an attribute of {name}", attribute.name, attribute.doc_string, attribute.ref_attr_name)
+        if attribute.type == _ATTRIBUTE.UNDEFINED:
+            raise ModelError(f"Attribute {attribute.name!r} of {name} has no type.")
         field = _HELD.get(attribute.type)
         if field and not attribute.ref_attr_name and not attribute.HasField(field):
             kind = _ATTRIBUTE.AttributeType.Name(attribute.type).lower()
@@ -244,11 +276,12 @@ class _Checker:
 
 @dataclasses.dataclass(frozen=True)
 class _Arity:
-    """How many operands and results an operator may have, and the graphs that it must carry."""
+    """How many operands and results an operator may have, and the kinds of its attributes."""
 
     operands: tuple[int, int]
     results: tuple[int, int]
-    bodies: frozenset[str]
+    required: frozenset[str]
+    attributes: dict[str, int]
 
 
 @functools.cache
@@ -258,15 +291,25 @@ def _arity(op_type: str, domain: str, opset: int) -> _Arity | None:
         schema = onnx.defs.get_schema(op_type, opset, domain)
     except onnx.defs.SchemaError:
         return None
-    graph = onnx.defs.OpSchema.AttrType.GRAPH
-    bodies = frozenset(name for name, a in schema.attributes.items() if a.required and a.type == graph)
-    return _Arity((schema.min_input, schema.max_input), (schema.min_output, schema.max_output), bodies)
+    required = frozenset(name for name, attribute in schema.attributes.items() if attribute.required)
+    kinds = _ATTRIBUTE.AttributeType
+    typed = {name: attribute.type.name for name, attribute in schema.attributes.items()}  # type: ignore[attr-defined]
+    attributes = {name: int(kinds.Value(kind)) for name, kind in typed.items()}
+    return _Arity((schema.min_input, schema.max_input), (schema.min_output, schema.max_output), required, attributes)
 
 
 def _text(where: str, *texts: str) -> None:
     """Protobuf hands out bytes where a text is not UTF-8."""
     if not all(isinstance(text, str) for text in texts):
         raise ModelError(f"The name or text of {where} is not UTF-8: the file is damaged.")
+
+
+def _metadata(
+    holder: onnx.ModelProto | onnx.GraphProto | onnx.FunctionProto | onnx.NodeProto,
+) -> Iterator[str]:
+    for entry in holder.metadata_props:
+        yield entry.key
+        yield entry.value
 
 
 def _dimension_names(value: onnx.ValueInfoProto) -> Iterator[str]:
