@@ -74,6 +74,9 @@ class Options:
                     f"io {entry!r} is neither keep, low nor GLOB=TYPE with TYPE one of fp32, low, {self.dtype}: "
                     f"write for example past_*={self.dtype}."
                 )
+        for pattern, precision in self.policy:
+            if precision not in ("fp32", "low"):
+                raise UsageError(f"The policy makes {pattern!r} {precision!r}: use fp32 or low.")
         for name, size in self.dim:
             if size < 1:
                 raise UsageError(f"Dimension {name!r} has size {size}: give a size of at least 1.")

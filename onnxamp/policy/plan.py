@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
@@ -21,11 +21,11 @@ from onnxamp.policy.legality import castable, choices, interface_decision, is_sh
 from onnxamp.policy.marks import Marks
 from onnxamp.policy.masks import find_masks
 from onnxamp.policy.operators import Kind
-from onnxamp.policy.options import Options
+from onnxamp.policy.options import Options, matches
 from onnxamp.policy.pages import title
 from onnxamp.policy.resolve import resolve
 from onnxamp.policy.rules import BINDING, NUMERICAL
-from onnxamp.policy.user import label, wishes
+from onnxamp.policy.user import label, nearest, wishes
 
 __all__ = ["Bytes", "Clamp", "Decision", "NodeDecision", "Options", "Plan", "make_plan"]
 
@@ -149,7 +149,7 @@ def make_plan(graph: TypeGraph, options: Options, ranges: Mapping[str, float] | 
     marks = Marks(facts, find_masks(facts), decisions)
     for rule in BINDING:
         rule(marks)
-    _apply_wishes(graph, options, decisions)
+    asked = _apply_wishes(graph, options, decisions)
     if options.level != "O3":
         for rule in NUMERICAL:
             rule(marks)
@@ -160,7 +160,11 @@ def make_plan(graph: TypeGraph, options: Options, ranges: Mapping[str, float] | 
             if decision.precision != "fp32":
                 forced.add(unit)
     groups = resolve(graph, legal, decisions, options.dtype, target.name)
+    _check_asked(graph, options, decisions, asked)
     model = Traffic(graph, dict(options.dim))
+    for name, _ in options.dim:
+        if name not in model.names:
+            raise UsageError(f"The model has no dimension {name!r}{nearest(name, model.names)}")
     if options.level == "O1":
         low = follow_inputs(graph, groups)
         open_low, open_fp32 = Decision(options.dtype, codes.FOLLOWS_LOW), Decision("fp32", codes.FOLLOWS_FP32)
@@ -186,7 +190,16 @@ def make_plan(graph: TypeGraph, options: Options, ranges: Mapping[str, float] | 
 
 
 def _interface(graph: TypeGraph, options: Options) -> dict[Unit, Decision]:
-    """The decisions of graph inputs and outputs."""
+    """The decisions of graph inputs and outputs.
+
+    Raises:
+        UsageError: A pattern for the interface matches nothing, or Cast does not know the type.
+    """
+    ends = {(unit.writes or [unit.reads[0].value])[0].name or "" for unit in graph.units if unit.node is None}
+    for entry in options.io if isinstance(options.io, tuple) else ():
+        glob = entry.rpartition("=")[0]
+        if not any(matches(glob, name) for name in ends):
+            raise UsageError(f"The io pattern {glob!r} matches no float input or output{nearest(glob, ends)}")
     decisions = {}
     for unit in graph.units:
         if unit.node is None:
@@ -214,24 +227,34 @@ def _kept(units: tuple[Unit, ...]) -> dict[Unit, Decision]:
     return {unit: Decision(BY_IR[unit.dtype].name, code, evidence) for unit in units}
 
 
-def _apply_wishes(graph: TypeGraph, options: Options, decisions: dict[Unit, Decision]) -> None:
-    """Add what the user asked for.
+def _apply_wishes(graph: TypeGraph, options: Options, decisions: dict[Unit, Decision]) -> list[ir.Node]:
+    """Add what the user asked for; the nodes that must become 16-bit, since they are named one by one."""
+    asked = []
+    for node, wish in wishes(graph, options).items():
+        decision = Decision(options.dtype if wish.low else "fp32", wish.code, {"pattern": wish.pattern})
+        for unit in graph.of[node]:
+            decisions.setdefault(unit, decision)
+        if wish.low and wish.exact and graph.of[node]:
+            asked.append(node)
+    return asked
+
+
+def _check_asked(graph: TypeGraph, options: Options, decisions: dict[Unit, Decision], asked: Iterable[ir.Node]) -> None:
+    """What is named one by one to become 16-bit is an error if it does not.
 
     Raises:
-        UsageError: A pattern names a node that cannot be 16-bit.
+        UsageError: The node with the reason.
     """
-    for node, wish in wishes(graph, options).items():
+    for node in asked:
         units = graph.of[node]
-        evidence: dict[str, object] = {"pattern": wish.pattern}
-        decision = Decision(options.dtype if wish.low else "fp32", wish.code, evidence)
-        blocked = decisions.get(primary_unit(units)) if units else None
-        if wish.low and wish.exact and blocked is not None and blocked.precision == "fp32":
+        decision = decisions[primary_unit(units)]
+        if decision.precision == "fp32":
+            why = [decisions[unit] for unit in units if unit in decisions]
+            cause = next((d for d in why if d.precision == "fp32" and d.code != codes.NO_MIXED_KERNEL), decision)
             raise UsageError(
-                f"Node {label(node)!r} ({node.op_type}) cannot become {options.dtype}: {title(blocked.code)} "
-                f"({blocked.code}); leave it out of --lower."
+                f"Node {label(node)!r} ({node.op_type}) cannot become {options.dtype}: {title(cause.code)} "
+                f"({cause.code}); leave it out of --lower."
             )
-        for unit in units:
-            decisions.setdefault(unit, decision)
 
 
 def _by_level(facts: Facts, unit: Unit, options: Options) -> Decision | None:

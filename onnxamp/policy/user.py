@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import onnx_ir as ir
 
@@ -14,6 +15,7 @@ from onnxamp.errors import UsageError
 from onnxamp.model.units import TypeGraph
 from onnxamp.policy import codes
 from onnxamp.policy.legality import operator_name
+from onnxamp.policy.operators import OPERATORS
 from onnxamp.policy.options import Options, matches
 
 # A pattern of higher rank decides.
@@ -46,10 +48,10 @@ class _Entry:
     code: str
     used: bool = False
 
-    def matches(self, node: ir.Node) -> bool:
+    def matches(self, node: ir.Node, place: str) -> bool:
         if self.rank == _OPERATOR:
             return self.pattern in (node.op_type, operator_name(node))
-        return self.rank == _ALL or any(matches(self.pattern, name) for name in names(node))
+        return self.rank == _ALL or any(matches(self.pattern, name) for name in (label(node), place, *scopes(node)))
 
 
 def label(node: ir.Node) -> str:
@@ -57,10 +59,25 @@ def label(node: ir.Node) -> str:
     return node.name or next((value.name for value in node.outputs if value.name), "") or ""
 
 
-def names(node: ir.Node) -> Iterator[str]:
-    """The names that a pattern may match: the node's and those of its module scopes."""
-    yield label(node)
-    yield from scopes(node)
+def places(graph: ir.Graph, around: str = "") -> Iterator[tuple[ir.Node, str]]:
+    """Each node with its label behind those of the nodes and branches around it: ``if/then_branch/matmul``.
+
+    Names in sibling bodies may repeat; places tell them apart.
+    """
+    for node in graph:
+        yield node, f"{around}{label(node)}"
+        for name, attribute in node.attributes.items() if node.attributes else ():
+            if attribute.type == ir.AttributeType.GRAPH:
+                yield from places(attribute.as_graph(), f"{around}{label(node)}/{name}/")
+            elif attribute.type == ir.AttributeType.GRAPHS:
+                for number, body in enumerate(attribute.as_graphs()):
+                    yield from places(body, f"{around}{label(node)}/{name}[{number}]/")
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """What to say of a name that is not known: the one that it may be."""
+    near = difflib.get_close_matches(name, sorted(known), 1)
+    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 def scopes(node: ir.Node) -> tuple[str, ...]:
@@ -86,9 +103,11 @@ def wishes(graph: TypeGraph, options: Options) -> dict[ir.Node, Wish]:
     """What the user asked for, for every node that some pattern matches; the most specific pattern decides.
 
     Raises:
-        UsageError: A pattern matches no node, or keep and lower match one node equally specifically.
+        UsageError: A pattern matches no node, no such operator is known, or keep and lower match one node equally specifically.
     """
-    found = {label(node) for node in graph.of}
+    place = dict(places(graph.model.graph))
+    found = {name for node in graph.of for name in (label(node), place[node])}
+    _check_operators(graph, options)
     entries = [
         *(_entry(pattern, False, found) for pattern in options.keep),
         *(_entry(pattern, True, found) for pattern in options.lower),
@@ -102,7 +121,7 @@ def wishes(graph: TypeGraph, options: Options) -> dict[ir.Node, Wish]:
     for node in graph.of:
         best: _Entry | None = None
         for entry in entries:
-            if not entry.matches(node):
+            if not entry.matches(node, place[node]):
                 continue
             entry.used = True
             if best is None or entry.rank > best.rank:
@@ -119,10 +138,28 @@ def wishes(graph: TypeGraph, options: Options) -> dict[ir.Node, Wish]:
         if not entry.used and entry.rank not in (_OPERATOR, _ALL):
             kind = "lower" if entry.low else "keep"
             raise UsageError(
-                f"The {kind} pattern {entry.pattern!r} matches no node that computes with floats: see the names with "
-                "`onnxamp inspect`."
+                f"The {kind} pattern {entry.pattern!r} matches no node that computes with floats"
+                f"{nearest(entry.pattern, found)} See the names with `onnxamp inspect`."
             )
     return result
+
+
+def _check_operators(graph: TypeGraph, options: Options) -> None:
+    """An operator that the model lacks is no mistake, one that does not exist is.
+
+    Raises:
+        UsageError: No such operator is known.
+    """
+    asked = (*options.keep_op, *options.lower_op)
+    if not asked:
+        return
+    here = {name for node in graph.signatures for name in (node.op_type, operator_name(node))}
+    known = {*here, *OPERATORS, *(name.rpartition(".")[2] for name in OPERATORS)}
+    for op in asked:
+        if op not in known:
+            raise UsageError(
+                f"There is no operator {op!r} in the model or in the table of operators{nearest(op, known)}"
+            )
 
 
 def _entry(pattern: str, low: bool, found: set[str]) -> _Entry:

@@ -75,6 +75,12 @@ def test_patterns(options, expected):
     ("options", "message"),
     [
         ({"keep": "nothing*"}, "matches no node"),
+        ({"keep": "layers.0/MatMull"}, "did you mean 'layers.0/MatMul'"),
+        ({"keep_op": "MatMull"}, "no operator 'MatMull'.*did you mean 'MatMul'"),
+        ({"lower_op": "Bogus"}, "no operator 'Bogus'"),
+        ({"io": ("xx=low",)}, "'xx' matches no float input or output; did you mean 'x'"),
+        ({"dim": (("bacth", 8),)}, "no dimension 'bacth'"),
+        ({"policy": ((FIRST, "fp16"),)}, "use fp32 or low"),
         ({"lower": "nothing"}, "matches no node"),
         ({"keep": "layers*", "lower": "*/MatMul"}, "just as specific"),
         ({"keep_op": "MatMul", "lower_op": "MatMul"}, "just as specific"),
@@ -93,6 +99,43 @@ def test_naming_an_illegal_node_is_an_error_and_a_wildcard_skips_it(plan_of):
         plan_of(text, lower="y")
     codes_found = {node.op_type: d.code for node, d in plan_of(text, lower="*").nodes.items()}
     assert codes_found == {"Relu": "AMP402", "Unknown": "AMP203"}
+
+
+def test_operators_that_a_model_lacks_and_dimensions_that_it_has_are_no_mistakes(plan_of):
+    text = "g (float[batch,4] x) => (float[batch,4] y) { y = Relu(x) }"
+    assert plan_of(text, keep_op="LSTM", dim=(("batch", 8),)).dims == {"batch": 8}
+
+
+def test_naming_a_node_that_only_a_bound_operand_holds_back_is_an_error(plan_of):
+    text = """g (float[1,2,4] x) => (float[1,2,4] y) <float[2] s = {1,1}, float[2] m = {1e9,1}, float[2] v = {1,1}>
+    { y = BatchNormalization(x, s, s, m, v) }"""
+    plan = plan_of(text, lower="*", target="ort-cuda")
+    assert {d.precision for d in plan.nodes.values()} == {"fp32"}
+    with pytest.raises(UsageError, match=r"'y' .* cannot become fp16: .* \(AMP210\)"):
+        plan_of(text, lower="y", target="ort-cuda")
+
+
+SIBLINGS = """g (float[2,2] x, bool c) => (float[2,2] y) <float[2,2] w = {1,2,3,4}>
+{ y = If (c) <then_branch = a () => (float[2,2] p) { q = MatMul(x, w) p = Softmax(q) },
+              else_branch = b () => (float[2,2] q) { p = MatMul(x, w) q = Softmax(p) }> }"""
+
+
+def test_a_policy_file_tells_siblings_apart(tmp_path, graph_of):
+    graph = graph_of(SIBLINGS)
+    plan = make_plan(graph, Options(target="any"))
+    path = tmp_path / "policy.toml"
+    path.write_text(plan_text(plan))
+    again = make_plan(graph, Options(target="any", policy=read_policy(path)))
+    assert [d.precision for d in again.nodes.values()] == [d.precision for d in plan.nodes.values()]
+    assert {("y/then_branch/q", "low"), ("y/else_branch/q", "fp32")} <= set(read_policy(path))
+    assert {d.precision for d in plan.nodes.values()} == {"fp32", "fp16"}
+
+
+def test_a_policy_file_of_one_name_with_two_decisions_is_refused():
+    model = network()
+    model.graph[2].name = model.graph[3].name = "same"
+    with pytest.raises(UsageError, match="Two nodes are called 'same'"):
+        plan_text(make_plan(type_graph(model), Options(target="any")))
 
 
 def test_no_pattern_beats_a_constant_out_of_range(plan_of):
@@ -122,6 +165,7 @@ def test_policy_file_gives_the_same_plan_back(tmp_path):
         ("[nodes", "not valid TOML"),
         ('[node]\n"a" = "fp32"', "Unknown key 'node'"),
         ('[nodes]\n"a" = "fp64"', "use fp32 or low"),
+        ('[nodes]\n"a" = "fp16"', "use fp32 or low"),
         ("nodes = 3", "no table"),
     ],
 )
