@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.autodiff.emitter import FLOATS, Emitter, Operand
+from onnxamp.dtypes import LOW
 from onnxamp.errors import UnsupportedError
 
 Dim = int | str | None
@@ -317,6 +318,11 @@ class Builder(Emitter):
         """Raise UnsupportedError with the node and `reason` when `condition` holds."""
         if condition:
             raise UnsupportedError(f"The gradient of {self._prefix[5:]!r} is not supported: {reason}.")
+
+    def wide(self, value: ir.Value) -> ir.Value:
+        """A 16-bit value as FP32, others as they are: for squares, exponentials and counts that leave the range of FP16 on the
+        way to a result inside it. The walk casts gradients back."""
+        return self.cast(value, ir.DataType.FLOAT) if value.dtype in LOW else value
 
     def mask(self, condition: ir.Value, g: ir.Value) -> ir.Value:
         """`g` where `condition`, else 0."""

@@ -18,7 +18,8 @@ def _x(node: ir.Node) -> ir.Value:
 
 @gradient("Relu")
 def relu(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
-    """d = g·sign(y); a product because Sign exists in every type and is cheaper than Greater and Where."""
+    """d = g·sign(y); a product because Sign exists in every type and is cheaper than Greater and Where. Where g has overflowed
+    already, it is not finite at a dead unit either."""
     return [op.Mul(g, op.Sign(node.outputs[0]))]
 
 
@@ -99,9 +100,9 @@ def softplus(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 
 @gradient("Softsign")
 def softsign(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
-    """g / (1 + |x|)²."""
+    """g / (1 + |x|)²; in two steps, as the square of 300 is beyond FP16."""
     d = op.Add(op.Abs(_x(node)), 1.0)
-    return [op.Div(g, op.Mul(d, d))]
+    return [op.Div(op.Div(g, d), d)]
 
 
 @gradient("Mish")
@@ -115,7 +116,7 @@ def mish(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 
 @gradient("Swish")
 def swish(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
-    """y = x·σ(αx): (σ + αx·σ·(1 − σ))·g."""
+    """y = x·σ(αx): (σ + α·x·σ·(1 − σ))·g."""
     return _swish(op, node, g, node.attributes.get_float("alpha", 1.0))
 
 
@@ -129,7 +130,8 @@ def _swish(op: Builder, node: ir.Node, g: ir.Value, alpha: float) -> Gradients:
     x = _x(node)
     scaled = x if alpha == 1.0 else op.Mul(x, alpha)
     s = op.Sigmoid(scaled)
-    return [op.Mul(g, op.Add(s, op.Mul(op.Mul(scaled, s), op.Sub(1.0, s))))]
+    bend = op.Mul(x, op.Mul(s, op.Sub(1.0, s)))  # not αx·(...), which is ∞·0 where αx overflows
+    return [op.Mul(g, op.Add(s, bend if alpha == 1.0 else op.Mul(bend, alpha)))]
 
 
 @gradient("Shrink")
@@ -176,8 +178,9 @@ def _gelu_tanh(op: Builder, x: ir.Value, g: ir.Value) -> ir.Value:
     c = math.sqrt(2.0 / math.pi)
     square = op.Mul(x, x)
     t = op.Tanh(op.Mul(x, op.Add(op.Mul(square, c * 0.044715), c)))
-    slope = op.Add(op.Mul(square, 3 * c * 0.044715), c)
-    bend = op.Mul(op.Mul(x, slope), op.Sub(1.0, op.Mul(t, t)))
+    # x·c·(1 + 3·0.044715·x²)·(1 − t²) from the side that vanishes: x² overflows FP16 from 256 on, and ∞·0 is NaN.
+    bell = op.Mul(x, op.Sub(1.0, op.Mul(t, t)))
+    bend = op.Add(op.Mul(op.Mul(op.Mul(bell, x), x), 3 * c * 0.044715), op.Mul(bell, c))
     return op.Mul(g, op.Mul(op.Add(op.Add(t, 1.0), bend), 0.5))
 
 

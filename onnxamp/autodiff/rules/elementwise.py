@@ -77,6 +77,8 @@ def pow_(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
                 base = op.Mul(g, op.Mul(x, 2.0))
             elif number == 1.0:
                 base = g
+            elif number == 0.0:
+                base = op.zeros(x)  # 0·0⁻¹ is NaN and the derivative of x⁰ is 0
             elif number == 0.5:
                 base = op.Div(op.Mul(g, 0.5), node.outputs[0])
             elif number == 3.0:
@@ -87,7 +89,7 @@ def pow_(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
             assert x.dtype is not None
             typed = op.cast(e, x.dtype)
             slope = op.Mul(typed, op.Pow(x, op.Sub(typed, 1.0)))
-            zero = op.Equal(typed, 0.0)  # 0·0⁻¹ is NaN and the derivative of x⁰ is 0
+            zero = op.Equal(typed, 0.0)
             base = op.Mul(g, op.Where(zero, op.scalar(0.0, x.dtype), slope))
     power: ir.Value | None = None
     if 1 in op.wanted:

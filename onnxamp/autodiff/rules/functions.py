@@ -10,6 +10,13 @@ from onnxamp.autodiff.builder import Builder
 from onnxamp.autodiff.registry import Gradients, gradient
 
 
+def _wide(op: Builder, node: ir.Node) -> ir.Value:
+    """The operand in FP32 if it is 16-bit: its square or exponential may overflow where the gradient does not."""
+    x = node.inputs[0]
+    assert x is not None
+    return op.wide(x)
+
+
 @gradient("Abs")
 def abs_(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """d|x| = sign(x)·dx."""
@@ -70,14 +77,14 @@ def tan(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("Sinh")
 def sinh(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """d(sinh x) = cosh x·dx = ½(eˣ + e⁻ˣ)·dx."""
-    x = node.inputs[0]
+    x = _wide(op, node)
     return [op.Mul(g, op.Mul(op.Add(op.Exp(x), op.Exp(op.Neg(x))), 0.5))]
 
 
 @gradient("Cosh")
 def cosh(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """d(cosh x) = sinh x·dx = ½(eˣ − e⁻ˣ)·dx."""
-    x = node.inputs[0]
+    x = _wide(op, node)
     return [op.Mul(g, op.Mul(op.Sub(op.Exp(x), op.Exp(op.Neg(x))), 0.5))]
 
 
@@ -105,21 +112,21 @@ def acos(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("Atan")
 def atan(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """d(atan x) = dx / (1 + x²)."""
-    x = node.inputs[0]
+    x = _wide(op, node)
     return [op.Div(g, op.Add(op.Mul(x, x), 1.0))]
 
 
 @gradient("Asinh")
 def asinh(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """d(asinh x) = dx / √(x² + 1)."""
-    x = node.inputs[0]
+    x = _wide(op, node)
     return [op.Div(g, op.Sqrt(op.Add(op.Mul(x, x), 1.0)))]
 
 
 @gradient("Acosh")
 def acosh(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """d(acosh x) = dx / √(x² − 1)."""
-    x = node.inputs[0]
+    x = _wide(op, node)
     return [op.Div(g, op.Sqrt(op.Sub(op.Mul(x, x), 1.0)))]
 
 

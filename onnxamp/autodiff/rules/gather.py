@@ -7,17 +7,12 @@ import onnx_ir as ir
 
 from onnxamp.autodiff.builder import Builder
 from onnxamp.autodiff.registry import Gradients, gradient
-from onnxamp.dtypes import LOW
 
 
 def _data(node: ir.Node) -> ir.Value:
     data = node.inputs[0]
     assert data is not None
     return data
-
-
-def _wide(op: Builder, g: ir.Value) -> ir.Value:
-    return op.cast(g, ir.DataType.FLOAT) if g.dtype in LOW else g
 
 
 def _needs_add(op: Builder) -> None:
@@ -39,7 +34,7 @@ def gather(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     order.insert(0, order.pop(axis))
     index_rank = op.rank(indices)
     moved = [*range(axis, axis + index_rank), *range(axis), *range(axis + index_rank, rank - 1 + index_rank)]
-    rows = op.transpose(_wide(op, g), moved)
+    rows = op.transpose(op.wide(g), moved)
     sizes = [op.dim(data, other) for other in order]
     rows = op.Reshape(rows, op.join([-1, *sizes[1:]]))
     places = op.Reshape(op.int64(indices), [-1, 1])
@@ -66,7 +61,7 @@ def gather_elements(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The gradient is added at the indices along the axis, in FP32."""
     _needs_add(op)
     data = _data(node)
-    g = _wide(op, g)
+    g = op.wide(g)
     empty = op.expand(op.scalar(0.0, g.dtype), data)
     axis = node.attributes.get_int("axis", 0)
     return [op.ScatterElements(empty, node.inputs[1], g, axis=axis, reduction="add")]
@@ -79,7 +74,7 @@ def gather_nd(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     data, indices = _data(node), node.inputs[1]
     assert indices is not None
     batch = node.attributes.get_int("batch_dims", 0)
-    g = _wide(op, g)
+    g = op.wide(g)
     places = op.int64(indices)
     rank = op.rank(indices)
     for axis in reversed(range(batch)):

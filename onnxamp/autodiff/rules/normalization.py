@@ -10,14 +10,6 @@ from onnxamp.autodiff.builder import Builder
 from onnxamp.autodiff.registry import Gradients, gradient
 
 
-def _compute_type(value: ir.Value) -> ir.DataType:
-    return ir.DataType.DOUBLE if value.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
-
-
-def _wide(op: Builder, value: ir.Value) -> ir.Value:
-    return op.cast(value, _compute_type(value))
-
-
 def _standardize(op: Builder, x: ir.Value, axes: Sequence[int], epsilon: float) -> tuple[ir.Value, ir.Value]:
     """x̂ = (x − mean)/√(var + ε) over `axes`, and 1/√(var + ε)."""
     centered = op.Sub(x, op.reduce("ReduceMean", x, axes))
@@ -41,7 +33,7 @@ def layer_normalization(op: Builder, node: ir.Node, g: ir.Value, *statistics: ir
     assert x is not None
     assert scale is not None
     axes = list(range(node.attributes.get_int("axis", -1) % op.rank(x), op.rank(x)))
-    wide, g32, scale32 = _wide(op, x), _wide(op, g), _wide(op, scale)
+    wide, g32, scale32 = op.wide(x), op.wide(g), op.wide(scale)
     if x.dtype == ir.DataType.DOUBLE:  # the schema gives FP32 statistics even for FP64 data
         normal, inverse = _standardize(op, wide, axes, node.attributes.get_float("epsilon", 1e-5))
     else:
@@ -65,7 +57,7 @@ def _statistics(op: Builder, node: ir.Node, x: ir.Value, axes: Sequence[int]) ->
             value.type = ir.TensorType(ir.DataType(node.attributes.get_int("stash_type", 1)))
         if x.shape is not None:
             value.shape = ir.Shape([1 if axis in axes else dim for axis, dim in enumerate(x.shape)])
-    return _wide(op, node.outputs[1]), _wide(op, node.outputs[2])
+    return op.wide(node.outputs[1]), op.wide(node.outputs[2])
 
 
 @gradient("RMSNormalization", inputs=(0, 1))
@@ -75,11 +67,11 @@ def rms_normalization(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     assert x is not None
     assert scale is not None
     axes = list(range(node.attributes.get_int("axis", -1) % op.rank(x), op.rank(x)))
-    wide, g32 = _wide(op, x), _wide(op, g)
+    wide, g32 = op.wide(x), op.wide(g)
     square = op.reduce("ReduceMean", op.Mul(wide, wide), axes)
     inverse = op.Reciprocal(op.Sqrt(op.Add(square, node.attributes.get_float("epsilon", 1e-5))))
     normal = op.Mul(wide, inverse)
-    scaled = op.Mul(g32, _wide(op, scale))
+    scaled = op.Mul(g32, op.wide(scale))
     slope = op.reduce("ReduceMean", op.Mul(scaled, normal), axes)
     dscale = op.unbroadcast_dims(op.Mul(g32, normal), scale, [op.dims(x)]) if 1 in op.wanted else None
     return [op.Mul(op.Sub(scaled, op.Mul(normal, slope)), inverse), dscale]
@@ -104,18 +96,18 @@ def batch_normalization(op: Builder, node: ir.Node, g: ir.Value, *_: ir.Value | 
     def spread(value: ir.Value) -> ir.Value:
         return op.Unsqueeze(value, list(range(1, rank - 1))) if rank > 2 else value
 
-    inverse = op.Reciprocal(op.Sqrt(op.Add(_wide(op, variance), node.attributes.get_float("epsilon", 1e-5))))
+    inverse = op.Reciprocal(op.Sqrt(op.Add(op.wide(variance), node.attributes.get_float("epsilon", 1e-5))))
     dx = dscale = db = dmean = dvariance = None
-    factor = op.Mul(_wide(op, scale), inverse)
+    factor = op.Mul(op.wide(scale), inverse)
     if 0 in op.wanted:
         assert x.dtype is not None
         dx = op.Mul(g, op.cast(spread(factor), x.dtype))
     if not op.wanted.isdisjoint((1, 4)):
-        centered = op.Sub(_wide(op, x), spread(_wide(op, mean)))
-        dscale = op.Mul(op.sum(op.Mul(_wide(op, g), centered), others, keepdims=False), inverse)
+        centered = op.Sub(op.wide(x), spread(op.wide(mean)))
+        dscale = op.Mul(op.sum(op.Mul(op.wide(g), centered), others, keepdims=False), inverse)
         dvariance = op.Mul(op.Mul(op.Mul(factor, inverse), dscale), -0.5) if 4 in op.wanted else None
     if not op.wanted.isdisjoint((2, 3)):
-        db = op.sum(_wide(op, g), others, keepdims=False)
+        db = op.sum(op.wide(g), others, keepdims=False)
         dmean = op.Neg(op.Mul(factor, db)) if 3 in op.wanted else None
     return [dx, dscale, db, dmean, dvariance]
 
@@ -128,9 +120,9 @@ def instance_normalization(op: Builder, node: ir.Node, g: ir.Value) -> Gradients
     assert scale is not None
     rank = op.rank(x)
     axes, others = list(range(2, rank)), [0, *range(2, rank)]
-    normal, inverse = _standardize(op, _wide(op, x), axes, node.attributes.get_float("epsilon", 1e-5))
-    g32 = _wide(op, g)
-    spread = op.Unsqueeze(_wide(op, scale), list(range(1, rank - 1)))
+    normal, inverse = _standardize(op, op.wide(x), axes, node.attributes.get_float("epsilon", 1e-5))
+    g32 = op.wide(g)
+    spread = op.Unsqueeze(op.wide(scale), list(range(1, rank - 1)))
     dx = _through(op, op.Mul(g32, spread), normal, inverse, axes)
     return [dx, op.sum(op.Mul(g32, normal), others, keepdims=False), op.sum(g32, others, keepdims=False)]
 
@@ -148,9 +140,9 @@ def group_normalization(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     assert isinstance(channels, int)
     op.refuse(op.opset < 21, "GroupNormalization is deprecated before opset 21")
     grouped = op.join([op.dim(x, 0), groups, channels // groups, -1])
-    wide, g32 = op.Reshape(_wide(op, x), grouped), op.Reshape(_wide(op, g), grouped)
+    wide, g32 = op.Reshape(op.wide(x), grouped), op.Reshape(op.wide(g), grouped)
     normal, inverse = _standardize(op, wide, [2, 3], node.attributes.get_float("epsilon", 1e-5))
-    spread = op.Reshape(_wide(op, scale), [1, groups, channels // groups, 1])
+    spread = op.Reshape(op.wide(scale), [1, groups, channels // groups, 1])
     dx = op.reshape(_through(op, op.Mul(g32, spread), normal, inverse, [2, 3]), x)
     others = [0, 3]
     dscale = op.Reshape(op.sum(op.Mul(g32, normal), others, keepdims=False), [-1])
@@ -164,11 +156,12 @@ def lp_normalization(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     assert x is not None
     axis = node.attributes.get_int("axis", -1) % op.rank(x)
     p = node.attributes.get_int("p", 2)
-    size = op.Abs(x) if p == 1 else op.Mul(x, x)
+    g, wide = op.wide(g), op.wide(x)
+    size = op.Abs(wide) if p == 1 else op.Mul(wide, wide)
     norm = op.sum(size, [axis])
     norm = norm if p == 1 else op.Sqrt(norm)
-    inner = op.sum(op.Mul(g, y), [axis])
-    slope = op.Sign(x) if p == 1 else y
+    slope = op.Sign(wide) if p == 1 else op.wide(y)
+    inner = op.sum(op.Mul(g, op.wide(y)), [axis])
     zero = op.Equal(norm, 0.0)
     safe = op.Where(zero, op.scalar(1.0, norm.dtype), norm)
     dx = op.Div(op.Sub(g, op.Mul(slope, inner)), safe)
@@ -181,7 +174,7 @@ def mean_variance_normalization(op: Builder, node: ir.Node, g: ir.Value) -> Grad
     x = node.inputs[0]
     assert x is not None
     axes = list(node.attributes.get_ints("axes", (0, 2, 3)))
-    wide, g32 = _wide(op, x), _wide(op, g)
+    wide, g32 = op.wide(x), op.wide(g)
     centered = op.Sub(wide, op.reduce("ReduceMean", wide, axes))
     deviation = op.Sqrt(op.reduce("ReduceMean", op.Mul(centered, centered), axes))
     inverse = op.Reciprocal(op.Add(deviation, 1e-9))
@@ -192,8 +185,8 @@ def mean_variance_normalization(op: Builder, node: ir.Node, g: ir.Value) -> Grad
 def lrn(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """y = x·s⁻ᵝ, s = k + α/size·Σ x² over a window of channels:
     dx = g·s⁻ᵝ − 2αβ/size·x·Σ' g·x·s⁻ᵝ⁻¹ over the mirrored window."""
-    x, y = node.inputs[0], node.outputs[0]
-    assert x is not None
+    assert node.inputs[0] is not None
+    x, y, g = op.wide(node.inputs[0]), op.wide(node.outputs[0]), op.wide(g)
     size = node.attributes["size"].as_int()
     alpha, beta, bias = (
         node.attributes.get_float(name, value) for name, value in (("alpha", 1e-4), ("beta", 0.75), ("bias", 1.0))

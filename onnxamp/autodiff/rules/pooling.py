@@ -8,7 +8,6 @@ import onnx_ir as ir
 from onnxamp.autodiff.builder import Builder
 from onnxamp.autodiff.registry import Gradients, gradient
 from onnxamp.autodiff.windows import Window, spread_back, window_of
-from onnxamp.dtypes import LOW
 
 
 def _x(node: ir.Node) -> ir.Value:
@@ -73,7 +72,7 @@ def _inverse_counts(op: Builder, node: ir.Node, g: ir.Value, window: Window, inc
 @gradient("LpPool")
 def lp_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """y = (Σ|x|ᵖ)^(1/p): dx = sign(x)·|x|ᵖ⁻¹·Σ over windows of g·y¹⁻ᵖ."""
-    x, y = _x(node), node.outputs[0]
+    x, y, g = op.wide(_x(node)), op.wide(node.outputs[0]), op.wide(g)
     p = node.attributes.get_int("p", 2)
     window = _pool_window(op, node)
     if p == 1:
@@ -93,7 +92,7 @@ def max_pool(op: Builder, node: ir.Node, g: ir.Value, _: ir.Value | None = None)
     window = _pool_window(op, node)
     op.refuse(bool(node.attributes.get_int("storage_order", 0)), "storage_order 1")
     indices = _indices(op, node)
-    wide = op.cast(g, ir.DataType.FLOAT) if window.overlaps and g.dtype in LOW else g
+    wide = op.wide(g) if window.overlaps else g
     empty = op.Expand(op.scalar(0.0, wide.dtype), op.join([op.product(x)]))
     places, values = op.Reshape(indices, [-1]), op.Reshape(wide, [-1])
     if window.overlaps:
@@ -125,15 +124,17 @@ def global_average_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 def global_max_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The elements that equal the maximum share the gradient evenly."""
     x = _x(node)
-    hits = op.cast(op.Equal(x, node.outputs[0]), x.dtype or ir.DataType.FLOAT)
-    number = op.sum(hits, list(range(2, op.rank(x))))
-    return [op.Mul(hits, op.Div(g, number))]
+    hits = op.cast(
+        op.Equal(x, node.outputs[0]), ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    )
+    number = op.sum(hits, list(range(2, op.rank(x))))  # may be beyond FP16's range
+    return [op.Mul(hits, op.Div(op.wide(g), number))]
 
 
 @gradient("GlobalLpPool")
 def global_lp_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """y = (Σ|x|ᵖ)^(1/p) over a map: dx = sign(x)·|x|ᵖ⁻¹·y¹⁻ᵖ·g."""
-    x, y = _x(node), node.outputs[0]
+    x, y, g = op.wide(_x(node)), op.wide(node.outputs[0]), op.wide(g)
     p = node.attributes.get_int("p", 2)
     if p == 1:
         return [op.Mul(op.Sign(x), g)]

@@ -76,7 +76,7 @@ def reduce_l2(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     norm = r.y
     zero = op.Equal(norm, 0.0)
     safe = op.Where(zero, op.scalar(1.0, norm.dtype), norm)
-    return [op.Mul(r.x, op.Div(r.g, safe))]
+    return [op.Mul(op.Div(r.x, safe), r.g)]  # 1/‖x‖ may overflow where x/‖x‖ does not
 
 
 @gradient("ReduceLogSum", inputs=(0,))
@@ -107,10 +107,10 @@ def reduce_min(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 
 def _reduce_extremum(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     r = _Reduction(op, node, g)
-    hits = op.cast(op.Equal(r.x, r.y), _dtype(r.x))
+    hits = op.cast(op.Equal(r.x, r.y), ir.DataType.DOUBLE if r.x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT)
     axes = node.inputs[1] if r.axes is None else sorted(r.axes)
-    number = op.emit("ReduceSum", [hits, axes], {"keepdims": 1})[0] if axes else hits
-    return [op.Mul(hits, op.Div(r.g, number))]
+    number = op.emit("ReduceSum", [hits, axes], {"keepdims": 1})[0] if axes else hits  # may be beyond FP16's range
+    return [op.Mul(hits, op.Div(op.wide(r.g), number))]
 
 
 @gradient("ReduceProd", inputs=(0,))
@@ -120,9 +120,10 @@ def reduce_prod(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     Without zeros it is y/x; the other products where exactly one element is 0 are taken with that element as 1.
     """
     r = _Reduction(op, node, g)
-    one, zero = op.scalar(1.0, r.x.dtype), op.scalar(0.0, r.x.dtype)
-    is_zero = op.Equal(r.x, 0.0)
-    filled = op.Where(is_zero, one, r.x)
+    x = op.wide(r.x)
+    one, zero = op.scalar(1.0, x.dtype), op.scalar(0.0, x.dtype)
+    is_zero = op.Equal(x, 0.0)
+    filled = op.Where(is_zero, one, x)
     axes = node.inputs[1] if r.axes is None else sorted(r.axes)
     if axes == []:
         return [r.g]
@@ -134,12 +135,7 @@ def reduce_prod(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     others = op.Div(product, filled)
     own = op.Where(is_zero, one, zero)
     alone = op.Equal(op.Sub(zeros, own), 0.0)  # no other element is 0
-    return [op.Mul(op.Where(alone, others, zero), r.g)]
-
-
-def _dtype(value: ir.Value) -> ir.DataType:
-    assert value.dtype is not None
-    return value.dtype
+    return [op.Mul(op.Where(alone, others, zero), op.wide(r.g))]
 
 
 @gradient("CumSum", inputs=(0,))
