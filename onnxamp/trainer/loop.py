@@ -42,7 +42,7 @@ class Window:
 class StepResult:
     """What came of a micro-step; the numbers are copied from the device when they are first asked for."""
 
-    def __init__(self, window: Window, loss: View, scale: View, ended: bool) -> None:
+    def __init__(self, window: Window, loss: View, scale: View | None, ended: bool) -> None:
         self._window = window
         self._loss = loss
         self._scale = scale
@@ -57,11 +57,7 @@ class StepResult:
     @property
     def report(self) -> dict[str, float] | None:
         """The fields of `manifest.REPORT` if this micro-step ended a window, else None."""
-        if not self._ended or self._window.report is None:
-            return None
-        if self._report is None:
-            self._report = dict(zip(REPORT, map(float, self._window.report.read()), strict=True))
-        return self._report
+        return self._window_report() if self._ended else None
 
     @property
     def applied(self) -> bool:
@@ -71,12 +67,17 @@ class StepResult:
     @property
     def skipped(self) -> bool:
         """This micro-step ended a window whose gradient was not finite: nothing but the loss scale changed."""
-        return bool(self.report and self.report["found_inf"])
+        return bool(self.report and self.report["found_inf"] and not self.report["ok"])
 
     @property
     def scale(self) -> float:
         """The loss scale that this micro-step was run with."""
-        return self.report["loss_scale"] if self.report else float(self._scale.read())
+        # The state holds it only until the window ends; then the report does.
+        report = self._window_report()
+        if report is not None:
+            return report["loss_scale"]
+        assert self._scale is not None
+        return float(self._scale.read())
 
     @property
     def cause(self) -> str | None:
@@ -89,6 +90,12 @@ class StepResult:
         if bad:
             return f"the loss is not finite in {bad} of {int(self.report['micro_steps'])} micro-batches"
         return f"a gradient overflowed at loss scale {self.report['loss_scale']:g}"
+
+    def _window_report(self) -> dict[str, float] | None:
+        """The report of this micro-step's window, once that has ended."""
+        if self._report is None and self._window.report is not None:
+            self._report = dict(zip(REPORT, map(float, self._window.report.read()), strict=True))
+        return self._report
 
 
 class Loop:
@@ -174,8 +181,7 @@ class Loop:
         """The result of the window that was applied last; its report begins with the mean loss."""
         report = self._last.report
         assert report is not None
-        loss = report.buffer.view(0, (), FLOAT)
-        return StepResult(self._last, loss, loss, True)
+        return StepResult(self._last, report.buffer.view(0, (), FLOAT), None, True)
 
     def _count(self, rows: int) -> bool:
         """Count a micro-step of all ranks, and apply the window if it was the last."""

@@ -98,14 +98,15 @@ def reduce_graph(recipe: Recipe, layout: Layout) -> tuple[ir.Model, GraphPorts]:
     op.section("loss_scale")
     before = ScaleState(state["loss_scale"], state["growth_tracker"], state["hysteresis"])
     after = recipe.scale.next(op, before, found_inf, empty)
-    at_floor = op.And(found_inf, op.LessOrEqual(state["loss_scale"], recipe.scale.lowest))
+    skipped = op.And(found_inf, skip)
+    at_floor = op.And(skipped, op.LessOrEqual(state["loss_scale"], recipe.scale.lowest))
     stuck = op.select(at_floor, op.Add(state["stuck"], 1), 0)
     new = {
         "loss_scale": after.scale,
         "step": op.select(ok, this_step, state["step"]),
         "growth_tracker": after.growth_tracker,
         "hysteresis": after.hysteresis,
-        "skipped": op.select(op.And(found_inf, skip), op.Add(state["skipped"], 1), state["skipped"]),
+        "skipped": op.select(skipped, op.Add(state["skipped"], 1), state["skipped"]),
         "stuck": op.select(empty, state["stuck"], stuck),
     }
 
