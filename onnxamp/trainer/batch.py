@@ -47,7 +47,8 @@ class BatchCheck:
         """The batch, ready to be fed; without `weights` every row weighs 1.
 
         Raises:
-            DataError: An input is missing, unknown, empty, or of the wrong type, shape or range.
+            DataError: An input is missing, unknown, empty, or of the wrong type, shape or range; or weights are not one
+                per row (or a single one), finite and not negative.
         """
         if not isinstance(batch, Mapping):
             raise DataError(
@@ -74,7 +75,11 @@ class BatchCheck:
                 _check_labels(port.name, array, self._labels)
             if nan is None:
                 nan = _first_nan(port.name, array)
-        return Batch(feeds, int(feeds[self._rows].shape[0]), nan)
+        rows = int(feeds[self._rows].shape[0])
+        for port in self._ports:
+            if port.kind == "weights":
+                _check_weights(port.name, feeds[port.name], rows)
+        return Batch(feeds, rows, nan)
 
     def _expected(self) -> str:
         return ", ".join(f"{port.name} {port.dtype}{_sizes(port.shape)}" for port in self._ports)
@@ -116,6 +121,18 @@ def _check_labels(name: str, array: NDArray[Any], labels: Labels) -> None:
         raise DataError(
             f"The input {name!r} has the label {int(array[tuple(place)])} at {place}, "
             f"but the model has {labels.classes} classes: labels are 0 to {labels.classes - 1}{ignored}."
+        )
+
+
+def _check_weights(name: str, array: NDArray[Any], rows: int) -> None:
+    if array.size not in (1, rows):
+        raise DataError(f"The input {name!r} has {array.size} values, but the batch has {rows} rows: give one per row.")
+    wrong = ~(np.isfinite(array) & (array >= 0))
+    if wrong.any():
+        place = int(np.argmax(wrong))
+        raise DataError(
+            f"The input {name!r} has the value {float(array.reshape(-1)[place]):g} at [{place}]: "
+            "a weight is finite and not negative, 0 leaves a row out."
         )
 
 

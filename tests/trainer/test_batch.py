@@ -12,7 +12,7 @@ PORTS = (
     Port("x", "float32", ("n", 3), "data"),
     Port("ids", "int64", ("n", "t"), "data"),
     Port("labels", "int64", ("n",), "labels"),
-    Port("weights", "float32", ("n",), "weights"),
+    Port("weights", "float32", ("k",), "weights"),
 )
 CHECK = BatchCheck(PORTS, "x", Labels("int64", ("n",), classes=4, ignore_index=-100))
 
@@ -41,6 +41,7 @@ def test_strided_arrays_become_contiguous():
     np.testing.assert_array_equal(fed, x)
 
 
+X3, IDS3, WEIGHTS = np.ones((3, 3), np.float32), np.zeros((3, 5), np.int64), np.ones(3, np.float32)
 MISFITS = {
     "missing": (_batch(ids=None), "lacks 'ids'"),
     "extra": (_batch(y=np.ones(2)), "has 'y', which the model does not take"),
@@ -52,6 +53,10 @@ MISFITS = {
     "empty": (_batch(x=np.ones((0, 3), np.float32)), "'x' is empty"),
     "label above": (_batch(labels=np.array([1, 4])), r"the label 4 at \[1\], but the model has 4 classes"),
     "label below": (_batch(labels=np.array([-1, 0])), r"the label -1 at \[0\]"),
+    "weights": (_batch(x=X3, ids=IDS3, labels=np.zeros(3, int), weights=WEIGHTS[:2]), "has 2 values.*3 rows"),
+    "negative weight": (_batch(weights=np.array([1, -1], np.float32)), r"'weights' has the value -1 at \[1\]"),
+    "infinite weight": (_batch(weights=np.array([np.inf, 1], np.float32)), r"the value inf at \[0\]"),
+    "no weight": (_batch(weights=np.array([1, np.nan], np.float32)), r"the value nan at \[1\]"),
     "no dict": ([np.ones(3)], "A batch is a dict"),
 }
 
