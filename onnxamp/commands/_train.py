@@ -17,6 +17,8 @@ from onnxamp.commands._configured import pairs
 from onnxamp.commands._training_options import OPTION_NAMES, build_arguments
 from onnxamp.errors import UsageError
 from onnxamp.model import io
+from onnxamp.model.units import all_nodes
+from onnxamp.policy.operators import Kind, operator
 from onnxamp.trainer import export, state_dict
 from onnxamp.trainer.data import Arrays, open_data
 from onnxamp.trainer.drive import Plan, drive
@@ -146,7 +148,7 @@ class Session:
             return io.load(str(source))
         with tempfile.TemporaryDirectory(prefix="onnxamp-") as folder:
             path = Path(folder) / "model.onnx"
-            export.load_trainer(self.options["init_from"]).export(path)
+            export.load_trained(self.options["init_from"]).export(path)
             before = io.load(path)
             if source is None:
                 return before
@@ -202,12 +204,20 @@ class Session:
         manifest = trainer.manifest
         count = sum(tensor.size for tensor in manifest.tensors_in("master"))
         level = manifest.level if manifest.level == "O0" else f"{manifest.level} {manifest.dtype}"
-        self._say(f"{count:,} parameters  {level}  on {trainer.provider}")
+        low, heavy = heavy_nodes(trainer.bundle.graphs["eval"])
+        reached = f"  heavy nodes {low} of {heavy} in 16 bits" if manifest.level != "O0" else ""
+        self._say(f"{count:,} parameters  {level}{reached}  on {trainer.provider}")
         for note in (*manifest.notes, *plan.notes(trainer)):
             self._say(f"note: {note}")
 
     def _say(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
+
+
+def heavy_nodes(graph: ir.Model) -> tuple[int, int]:
+    """How many heavy nodes of the forward model compute in 16 bits, and how many there are."""
+    kinds = [node.metadata_props.get("onnxamp.precision") for node in all_nodes(graph.graph) if operator(node).kind is Kind.HEAVY]
+    return sum(kind in ("fp16", "bf16") for kind in kinds), len(kinds)
 
 
 def _alike(first: ir.Value, second: ir.Value) -> bool:

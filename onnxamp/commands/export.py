@@ -79,19 +79,19 @@ def command(
     if int8 and level != "O0":
         raise UsageError("--int8 starts from FP32 parameters: leave --level out.")
     check_outputs([path for path in (output, state_dict) if path], [], force, [data])
-    trainer = export.load_trainer(run, checkpoint)
+    trained = export.load_trained(run, checkpoint)
     if output is not None:
         if int8:
             with tempfile.TemporaryDirectory(prefix="onnxamp-") as folder:
                 plain = Path(folder) / "model.onnx"
-                trainer.export(plain, weights=weights)
+                trained.export(plain, weights=weights)
                 export.quantized(plain, Path(output), data, pairs(column, "--column"))
         else:
-            trainer.export(output, level, dtype, weights=weights, target=target, overwrite=force)
+            trained.export(output, level, dtype, weights=weights, target=target, overwrite=force)
         form = "INT8" if int8 else "FP32" if level == "O0" else f"{level} {dtype}"
         click.echo(f"{output}: {form}, {Path(output).stat().st_size:,} bytes")
     if state_dict is not None:
-        names = export.write_state_dict(Run.open(run), trainer, Path(state_dict), weights)
+        names = export.write_state_dict(Run.open(run), trained, Path(state_dict), weights)
         click.echo(f"{state_dict}: {len(names.tensors)} tensors trained")
         if names.absent:
             click.echo(f"copied from {names.original}: {', '.join(names.absent)}")

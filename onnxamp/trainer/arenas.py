@@ -158,6 +158,16 @@ class Arenas:
         tensor = self._tensors[key]
         return self.range(tensor.arena, tensor.offset, tensor.shape).read()
 
+    def values(self, arena: str) -> dict[str, NDArray[Any]]:
+        """Copies of all tensors of an arena by name, with one transfer from the device; none if there is no such arena."""
+        if arena not in self._arenas:
+            return {}
+        whole = self.range(arena, 0, (self._arenas[arena].elements,)).read()
+        return {
+            tensor.name: whole[tensor.offset : tensor.offset + tensor.size].reshape(tensor.shape).copy()
+            for tensor in self.manifest.tensors_in(arena)
+        }
+
     def write(self, key: str, values: NDArray[Any]) -> None:
         """Set one state tensor.
 

@@ -27,6 +27,7 @@ import onnxamp
 from onnxamp.errors import ModelError, RuntimeMissingError
 from onnxamp.ort.providers import runtime
 from onnxamp.trainer.device import processors
+from onnxamp.training.bundle import Bundle
 from onnxamp.training.manifest import Arena, StateTensor
 
 logger = logging.getLogger("onnxamp")
@@ -46,7 +47,7 @@ class Progress:
         nan: What is known of NaN in the open window, in words.
         position: What the data loop wants to find again: epoch, batch...
         bundle: Folder of the bundle, relative to the checkpoint's.
-        manifest: SHA-256 of the bundle's manifest.
+        manifest: `Manifest.digest` of the bundle.
         environment: What bit-identical continuation depends on.
     """
 
@@ -132,6 +133,29 @@ def read(path: Path) -> tuple[dict[str, NDArray[Any]], Progress | None]:
         raise ModelError(f"There is no state file {path}.") from problem
     except (safetensors.SafetensorError, OSError, TypeError, ValueError) as problem:
         raise ModelError(f"The state file {path} is truncated or no checkpoint ({problem}).") from problem
+
+
+def read_with_bundle(
+    path: Path, bundle: Bundle | str | os.PathLike[str] | None = None
+) -> tuple[Bundle, dict[str, NDArray[Any]], Progress]:
+    """A checkpoint and the bundle that it belongs to.
+
+    Args:
+        path: The checkpoint.
+        bundle: The bundle or its folder, if it is no longer where it was.
+
+    Raises:
+        ModelError: The file is broken, or is not of this bundle.
+    """
+    state, progress = read(path)
+    if progress is None:
+        raise ModelError(f"{path} is the state of a fresh bundle, not a checkpoint: open the bundle itself.")
+    place = path.absolute().parent / progress.bundle if bundle is None else bundle
+    found = place if isinstance(place, Bundle) else Bundle.load(place)
+    if found.manifest.digest != progress.manifest:
+        name = found.path if isinstance(place, Bundle) else place
+        raise ModelError(f"{path} was made with another bundle than {name}: name the right one with bundle=.")
+    return found, state, progress
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from onnxamp.errors import AmpError, UsageError
 from onnxamp.trainer.batches import Binding, bind
 from onnxamp.trainer.callbacks import Callback, Checkpoints, EarlyStopping
 from onnxamp.trainer.data import open_data
+from onnxamp.trainer.export import read_trained
 from onnxamp.trainer.fit import History, fit
 from onnxamp.trainer.metrics import Metric
 from onnxamp.trainer.progress import Progress, amount
@@ -172,8 +173,6 @@ def drive(run: Run, trainer: Trainer, plan: Plan, console: Console, extra: Seque
             shuffle=plan.shuffle,
             seed=plan.seed,
             callbacks=plan.callbacks(run, console, extra),
-            rank=trainer.collective.rank,
-            world_size=trainer.collective.world_size,
         )
         reason = history.reason
     except AmpError as problem:
@@ -197,7 +196,7 @@ def write_report(run: Run, reason: str) -> None:
 def export_best(run: Run, trainer: Trainer, history: History) -> None:
     """Write `model.onnx`: the best checkpoint's parameters, or the last ones where nothing was evaluated."""
     best = run.checkpoint_folder / "best.safetensors"
-    chosen = Trainer.load(best, trainer.provider) if history.best and best.is_file() else trainer
+    chosen = read_trained(best, trainer.bundle) if history.best and best.is_file() else trainer
     chosen.export(run.model_path, overwrite=True)
 
 

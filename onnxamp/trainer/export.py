@@ -8,24 +8,48 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from onnxamp.errors import UsageError
+from onnxamp.errors import ModelError, UsageError
 from onnxamp.model.io import load
 from onnxamp.ort.quantize import quantize
 from onnxamp.trainer import state_dict
 from onnxamp.trainer.batches import bind
-from onnxamp.trainer.data import open_data
+from onnxamp.trainer.checkpoint import read_with_bundle
+from onnxamp.trainer.data import Array, open_data
+from onnxamp.trainer.inference import Trained
 from onnxamp.trainer.predict import model_batches, model_fields
 from onnxamp.trainer.run import Run
-from onnxamp.trainer.trainer import Trainer
+from onnxamp.training.bundle import Bundle
 
 # Rows that ONNX Runtime takes ranges from; more change little and cost time.
 _CALIBRATION_ROWS = 1024
 
 
-def load_trainer(folder: str | os.PathLike[str], which: str | None = None) -> Trainer:
-    """A trainer on the CPU with the state of a run's checkpoint, to export or evaluate."""
+def load_trained(folder: str | os.PathLike[str], which: str | None = None) -> Trained:
+    """What a run's checkpoint holds, to export it: no session is made."""
     run = Run.open(folder)
-    return Trainer.load(run.checkpoint(which), "cpu", bundle=run.bundle_path)
+    return read_trained(run.checkpoint(which), run.bundle_path)
+
+
+def read_trained(path: Path, bundle: Bundle | str | os.PathLike[str] | None = None) -> Trained:
+    """What a checkpoint holds.
+
+    Args:
+        path: The checkpoint.
+        bundle: The bundle, if it is no longer where it was.
+
+    Raises:
+        ModelError: The file is broken, or is not of this bundle.
+    """
+    found, state, _ = read_with_bundle(path, bundle)
+
+    def values(arena: str) -> dict[str, Array]:
+        tensors = found.manifest.tensors_in(arena)
+        lacking = next((tensor.key for tensor in tensors if tensor.key not in state), None)
+        if lacking is not None:
+            raise ModelError(f"{path} lacks {lacking!r}: use another checkpoint.")
+        return {tensor.name: state[tensor.key] for tensor in tensors}
+
+    return Trained(found, values)
 
 
 @contextlib.contextmanager
@@ -39,7 +63,7 @@ def exported(
         return
     with tempfile.TemporaryDirectory(prefix="onnxamp-") as folder:
         target = Path(folder) / "model.onnx"
-        load_trainer(path, checkpoint).export(target, weights=weights)
+        load_trained(path, checkpoint).export(target, weights=weights)
         yield target
 
 
@@ -58,7 +82,7 @@ def quantized(source: Path, target: Path, data: object, columns: Mapping[str, st
     quantize(source, target, (batch for batch, _ in zip(batches.epoch(), range(limit), strict=False)))
 
 
-def write_state_dict(run: Run, trainer: Trainer, path: Path, weights: str = "master") -> state_dict.Names:
+def write_state_dict(run: Run, trained: Trained, path: Path, weights: str = "master") -> state_dict.Names:
     """Write the trained parameters under the framework's names.
 
     Raises:
@@ -69,5 +93,5 @@ def write_state_dict(run: Run, trainer: Trainer, path: Path, weights: str = "mas
             f"{run.folder} does not know the framework's names: begin the run with --like original.safetensors."
         )
     names = state_dict.Names.load(run.names_path)
-    state_dict.export(names, state_dict.initializers(trainer.inference_model(weights=weights)), path)
+    state_dict.export(names, state_dict.initializers(trained.model(weights=weights)), path)
     return names

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from onnxamp.errors import DataError, DivergedError, UsageError
 from onnxamp.trainer.batches import Batches, bind
 from onnxamp.trainer.callbacks import Callback, Window
+from onnxamp.trainer.collective import Collective
 from onnxamp.trainer.data import Array, Batch, Field, open_data
 from onnxamp.trainer.metrics import Metric, metric
 
@@ -45,6 +46,9 @@ class Steps(Protocol):
 
     @property
     def accumulate(self) -> int: ...
+
+    @property
+    def collective(self) -> Collective: ...
 
     @property
     def metric_options(self) -> Mapping[str, Any]: ...
@@ -170,10 +174,11 @@ def fit(
     seed: int = 0,
     prefetch: int = 2,
     callbacks: Sequence[Callback] = (),
-    rank: int = 0,
-    world_size: int = 1,
 ) -> History:
     """Train.
+
+    Where several processes train (`trainer.collective`), each calls this with the same arguments: every process takes its
+    own rows of the training data, and all of `val`.
 
     Windows do not reach over epochs: what is left at the end of one is applied as a shorter window. `val` is evaluated
     after each epoch (or every `eval_every` windows) and at the end.
@@ -193,8 +198,6 @@ def fit(
         seed: Seed of the order.
         prefetch: Batches read ahead.
         callbacks: Called in this order.
-        rank: This process among those that train together.
-        world_size: Their number.
 
     Raises:
         DataError: The data do not fit the model, or no row of a whole epoch has weight.
@@ -208,12 +211,18 @@ def fit(
             raise UsageError(f"{name} must be at least 1, not {value}.")
     binding = bind(open_data(data), trainer.fields, columns=columns, optional=("weights",))
     batches = Batches(
-        binding, batch_size, shuffle=shuffle, seed=seed, prefetch=prefetch, rank=rank, world_size=world_size
+        binding,
+        batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        prefetch=prefetch,
+        rank=trainer.collective.rank,
+        world_size=trainer.collective.world_size,
     )
     checks = None
     if val is not None:
         bound = bind(open_data(val), trainer.fields, columns=columns, optional=("weights",))
-        checks = Batches(bound, val_batch_size or batch_size, shuffle=False, rank=rank, world_size=world_size)
+        checks = Batches(bound, val_batch_size or batch_size, shuffle=False)
     loop = Loop(trainer, batches, epochs, steps)
     measures = [metric(which, **trainer.metric_options) for which in metrics]
     return _Run(loop, callbacks, checks, eval_every, measures).run()

@@ -2,15 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from onnxamp.errors import ModelError
+from onnxamp.conversion import convert
+from onnxamp.errors import ModelError, UsageError
 from onnxamp.model import io
+from onnxamp.training.bundle import Bundle
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A bundle with trained parameters.
+
+    Attributes:
+        bundle: The bundle.
+        read: The tensors of an arena of its state, by name.
+    """
+
+    bundle: Bundle
+    read: Callable[[str], Mapping[str, NDArray[Any]]]
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        level: str = "O0",
+        dtype: str = "fp16",
+        *,
+        weights: str = "master",
+        target: str | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Write `model(...)` as a file."""
+        io.save(self.model(level, dtype, weights=weights, target=target), path, overwrite=overwrite)
+
+    def model(
+        self, level: str = "O0", dtype: str = "fp16", *, weights: str = "master", target: str | None = None
+    ) -> ir.Model:
+        """The model for inference; see `Trainer.export` for the arguments.
+
+        Raises:
+            UsageError: Unknown weights, or the bundle keeps no moving average.
+        """
+        manifest = self.bundle.manifest
+        if weights not in ("master", "ema"):
+            raise UsageError(f"Unknown weights {weights!r}: use master or ema.")
+        if not manifest.has_arena(weights):
+            raise UsageError("This bundle keeps no moving average of the parameters: build it with ema=0.999 or so.")
+        statistics = self.read("statistics") if manifest.has_arena("statistics") else {}
+        model = inference_model(self.bundle.model, {**self.read(weights), **statistics})
+        if level == "O0":
+            return model
+        options = manifest.options
+        steering = {name: options[name] for name in ("keep", "keep_op", "lower", "lower_op")}
+        return convert(model, level=level, dtype=dtype, target=target or options["target"], **steering).model
 
 
 def inference_model(source: ir.Model, values: Mapping[str, NDArray[Any]]) -> ir.Model:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import onnx_ir as ir
+
 from onnxamp.training.bundle import Bundle
+
+
+def prediction(bundle: Bundle) -> ir.Value:
+    """The output that metrics compare with labels: the one that the loss reads, or the first if the model has its own loss."""
+    wanted = None if bundle.manifest.labels is None else bundle.manifest.options.get("output")
+    outputs = bundle.model.graph.outputs
+    return next((value for value in outputs if value.name == wanted), outputs[0])
 
 
 def metric_options(bundle: Bundle) -> dict[str, Any]:
@@ -12,7 +21,7 @@ def metric_options(bundle: Bundle) -> dict[str, Any]:
     manifest = bundle.manifest
     loss = manifest.options.get("loss", {})
     name = loss.get("name") if isinstance(loss, dict) else str(loss)
-    producer = next(iter(bundle.model.graph.outputs)).producer()
+    producer = prediction(bundle).producer()
     options: dict[str, Any] = {
         "binary": name == "binary_cross_entropy_with_logits",
         "probabilities": producer is not None and producer.op_type in ("Softmax", "Sigmoid"),

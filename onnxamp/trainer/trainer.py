@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from onnxamp.conversion import convert
-from onnxamp.errors import ModelError, UsageError
-from onnxamp.model import io
+from onnxamp.errors import UsageError
 from onnxamp.ort.session import SessionConfig
 from onnxamp.ort.values import Buffer, View
 from onnxamp.passes.emulate import emulate
@@ -27,9 +24,9 @@ from onnxamp.trainer.data import Field
 from onnxamp.trainer.device import find_device
 from onnxamp.trainer.evaluator import Evaluator, without_loss
 from onnxamp.trainer.gradient import Gradient
-from onnxamp.trainer.inference import inference_model
+from onnxamp.trainer.inference import Trained
 from onnxamp.trainer.loop import Loop, StepResult, Window
-from onnxamp.trainer.outputs import metric_options
+from onnxamp.trainer.outputs import metric_options, prediction
 from onnxamp.trainer.program import Place, Program, Results, segment_scalars
 from onnxamp.trainer.update import Update
 from onnxamp.training.bundle import Bundle
@@ -182,7 +179,7 @@ class Trainer:
         weights: str = "working",
         metrics: Sequence[Metric] = (),
     ) -> dict[str, float]:
-        """Mean loss over a data set, and metrics of the model's first output.
+        """Mean loss over a data set, and metrics of the output that the loss reads.
 
         Args:
             data: A batch, or an iterable of batches.
@@ -192,6 +189,8 @@ class Trainer:
                 `level` says otherwise); ``ema``, their moving average.
             metrics: Metrics to update and read.
 
+        Where several processes train, give each of them all the data; all get the numbers of rank 0.
+
         Raises:
             DataError: A batch does not fit.
             UsageError: Unknown level or weights.
@@ -200,7 +199,7 @@ class Trainer:
         for each in metrics:
             each.reset()
         totals = np.zeros(2)
-        output = next(iter(self.bundle.model.graph.outputs)).name
+        output = prediction(self.bundle).name
         for batch in [data] if isinstance(data, Mapping) else data:
             if metrics and "labels" not in batch:
                 raise UsageError("Metrics compare with labels, and the data have none.")
@@ -208,9 +207,9 @@ class Trainer:
             totals += evaluator.sums.read()
             for each in metrics:
                 each.update(outputs[output or ""], batch["labels"], batch.get("weights"))
-        totals = self._over_ranks(totals)
         loss = float(totals[0] / totals[1]) if totals[1] else float("nan")
-        return {"loss": loss, **{each.name: each.value() for each in metrics}}
+        values = self._of_rank_0(np.array([loss, *(each.value() for each in metrics)]))
+        return dict(zip(["loss", *(each.name for each in metrics)], map(float, values), strict=True))
 
     def predict(self, data: Batch | Iterable[Batch], *, weights: str = "working") -> dict[str, NDArray[Any]]:
         """The model's outputs, joined along the first axis if `data` is an iterable of batches.
@@ -233,7 +232,7 @@ class Trainer:
 
     def parameters(self) -> dict[str, NDArray[np.float32]]:
         """Copies of the FP32 parameters, by their names in the user's model."""
-        return {tensor.name: self._arenas.tensor(tensor.key) for tensor in self.manifest.tensors_in("master")}
+        return self._arenas.values("master")
 
     def export(
         self,
@@ -255,29 +254,17 @@ class Trainer:
             target: Whose kernels a converted model must have; that of the training by default.
             overwrite: Replace a file that is there.
         """
-        io.save(self.inference_model(level, dtype, weights=weights, target=target), path, overwrite=overwrite)
+        self._trained.export(path, level, dtype, weights=weights, target=target, overwrite=overwrite)
 
     def inference_model(
         self, level: str = "O0", dtype: str = "fp16", *, weights: str = "master", target: str | None = None
     ) -> ir.Model:
         """The model that `export` writes."""
-        role = {"master": "master", "ema": "ema"}.get(weights)
-        if role is None:
-            raise UsageError(f"Unknown weights {weights!r}: use master or ema.")
-        if not self.manifest.has_arena(role):
-            raise UsageError("This bundle keeps no moving average of the parameters: build it with ema=0.999 or so.")
-        tensors = (*self.manifest.tensors_in(role), *self.manifest.tensors_in("statistics"))
-        model = inference_model(self.bundle.model, {tensor.name: self._arenas.tensor(tensor.key) for tensor in tensors})
-        if level == "O0":
-            return model
-        options = self.manifest.options
-        steering = {name: options[name] for name in ("keep", "keep_op", "lower", "lower_op")}
-        return convert(model, level=level, dtype=dtype, target=target or options["target"], **steering).model
+        return self._trained.model(level, dtype, weights=weights, target=target)
 
     def nonfinite_gradients(self) -> list[str]:
         """Parameters whose gradient in the current or last window is not finite everywhere."""
-        tensors = self.manifest.tensors_in("gradient")
-        return [tensor.name for tensor in tensors if not np.isfinite(self._arenas.tensor(tensor.key)).all()]
+        return [name for name, values in self._arenas.values("gradient").items() if not np.isfinite(values).all()]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint, at any micro-step; an existing file is replaced in one step.
@@ -292,7 +279,7 @@ class Trainer:
         if self.collective.world_size > 1 and window.micro_steps:
             raise UsageError("Each rank has gradients of its own in the middle of a window: flush, then save.")
         target = Path(path).absolute()
-        digest = _digest(self.bundle)
+        digest = self.manifest.digest
         folder = self.bundle.path
         if folder is None:
             folder = target.parent / f"bundle-{digest[:12]}"
@@ -336,14 +323,8 @@ class Trainer:
         Raises:
             ModelError: The file is broken, or is not of this bundle.
         """
-        source = Path(path)
-        state, progress = checkpoint.read(source)
-        if progress is None:
-            raise ModelError(f"{source} is the state of a fresh bundle, not a checkpoint: open the bundle itself.")
-        found = bundle if bundle is not None else source.absolute().parent / progress.bundle
+        found, state, progress = checkpoint.read_with_bundle(Path(path), bundle)
         trainer = cls(found, provider, progress.accumulate, threads=threads, in_place=in_place, collective=collective)
-        if _digest(trainer.bundle) != progress.manifest:
-            raise ModelError(f"{source} was made with another bundle than {found}: name the right one with bundle=.")
         checkpoint.warn_of_differences(progress.environment, trainer._environment)
         trainer._arenas.load(state)
         trainer._agree()
@@ -386,6 +367,10 @@ class Trainer:
             raise UsageError(f"Unknown weights {weights!r}: use working, master or ema.")
         return weights == "ema"
 
+    @property
+    def _trained(self) -> Trained:
+        return Trained(self.bundle, self._arenas.values)
+
     def _weight_sum(self, batch: Any) -> View:
         self._working.run(batch)
         sums = self._working.sums
@@ -397,14 +382,11 @@ class Trainer:
             for block in dict.fromkeys(self._arenas.blocks.values()):
                 self.collective.broadcast(block.side().view(0, (block.side().nbytes // 4,), FLOAT))
 
-    def _over_ranks(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _of_rank_0(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The values of rank 0, so that all ranks decide alike by them."""
         if self.collective.world_size == 1:
-            return totals
-        shared = Buffer(8, self._arenas.device, self._arenas.device_id).view(0, (2,), FLOAT)
-        shared.write(totals.astype(np.float32))
-        self.collective.all_reduce(shared)
-        return shared.read().astype(np.float64)
-
-
-def _digest(bundle: Bundle) -> str:
-    return hashlib.sha256(bundle.manifest.to_json().encode()).hexdigest()
+            return values
+        shared = Buffer(values.nbytes, self._arenas.device, self._arenas.device_id).view(0, (2 * values.size,), FLOAT)
+        shared.write(values.view(np.float32))
+        self.collective.broadcast(shared)
+        return shared.read().view(np.float64)

@@ -7,6 +7,7 @@ JSON and back without loss.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -239,6 +240,11 @@ class Manifest:
             if tensor.key == key:
                 return tensor
         raise KeyError(key)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the whole bundle: of this manifest, which holds that of the rest."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
         """The manifest as JSON text, the same text for the same manifest."""

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from onnxamp.errors import DataError, DivergedError, UsageError
 from onnxamp.trainer.callbacks import Callback, Checkpoints, EarlyStopping, checkpoints
+from onnxamp.trainer.collective import SingleProcess
 from onnxamp.trainer.data import Field
 from onnxamp.trainer.fit import fit
 from onnxamp.trainer.progress import Progress, amount, scale_text
@@ -35,6 +36,7 @@ class Counter:
     )
 
     metric_options: dict = {}  # noqa: RUF012
+    collective = SingleProcess()
 
     def __init__(self, accumulate: int = 1, bad: tuple[int, ...] = ()) -> None:
         self.accumulate = accumulate

@@ -4,14 +4,19 @@ import itertools
 import os
 
 import numpy as np
+import onnx
 import pytest
+import torch
 
 import onnxamp
 from onnxamp.errors import DataError, DivergedError, ModelError, UsageError
 from onnxamp.ort.values import transfers
+from onnxamp.trainer.export import read_trained
+from onnxamp.trainer.metrics import metric
 from onnxamp.trainer.trainer import Trainer
+from onnxamp.training import build
 from onnxamp.training.optimizers import Adam
-from onnxamp.training.scaler import DynamicLossScale
+from onnxamp.training.scaler import DynamicLossScale, FixedLossScale
 
 
 def _open(bundle, **options) -> Trainer:
@@ -73,6 +78,71 @@ def test_results_are_read_when_asked_and_keep_their_own_numbers(bundle, batches)
     assert results[1].report["step"] == 1
     assert results[3].report["step"] == 2
     assert results[3].cause is None
+
+
+def test_the_scale_of_a_step_stays_what_it_was_however_late_it_is_read(bundle_maker, batches):
+    trainer = _open(bundle_maker(scale=DynamicLossScale(init_scale=8.0, growth_interval=1)), accumulate=2)
+    results = [trainer.micro_step(batch) for batch in batches[:5]]
+    assert [result.scale for result in results] == [8, 8, 16, 16, 32]
+    results.append(trainer.micro_step(batches[5]))
+    trainer.micro_step(batches[6])
+    assert [result.scale for result in results] == [8, 8, 16, 16, 32, 32]
+
+
+def test_a_window_that_is_applied_in_spite_of_an_overflow_is_not_skipped(bundle_maker, batches):
+    trainer = _open(bundle_maker(scale=FixedLossScale(1.0, drop_overflow_update=False)))
+    x = batches[0]["x"].copy()
+    x[0, 0] = np.nan
+    for _ in range(60):  # more than the patience with windows that are skipped
+        result = trainer.micro_step({**batches[0], "x": x})
+        assert (result.applied, result.skipped, result.cause) == (True, False, None)
+        assert (result.report["found_inf"], result.report["stuck"]) == (1, 0)
+
+
+def test_reading_an_arena_is_one_transfer(bundle, batches):
+    """On another device each transfer is of the whole buffer."""
+    trainer = _open(bundle)
+    trainer.micro_step(batches[0])
+    for read in (trainer.parameters, trainer.nonfinite_gradients, trainer.inference_model):
+        before = transfers.reads
+        read()
+        assert transfers.reads == before + 1
+
+
+def test_metrics_read_the_output_of_the_loss():
+    nodes = [
+        onnx.helper.make_node("MatMul", ["x", "w"], ["good"]),
+        onnx.helper.make_node("Neg", ["good"], ["neg"]),
+        onnx.helper.make_node("Softmax", ["neg"], ["first"]),
+    ]
+    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 3])
+    outputs = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", 3]) for name in ("first", "good")]
+    graph = onnx.helper.make_graph(
+        nodes, "g", [x], outputs, [onnx.numpy_helper.from_array(np.eye(3, dtype=np.float32), "w")]
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    trainer = _open(build(model, loss="cross_entropy", optimizer="sgd", level="O0", output="good"))
+    assert not trainer.metric_options["probabilities"]
+    data = {"x": np.eye(3, dtype=np.float32), "labels": np.arange(3)}
+    assert trainer.evaluate(data, metrics=[metric("accuracy", **trainer.metric_options)])["accuracy"] == 1
+
+
+def test_a_checkpoint_knows_the_frozen_weights_of_its_bundle(exporter, tmp_path):
+    model = exporter(
+        torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)), {"x": np.zeros((2, 3), np.float32)}
+    )
+    other = onnx.ModelProto()
+    other.CopyFrom(model)
+    frozen = next(tensor for tensor in other.graph.initializer if tensor.name == "0.weight")
+    frozen.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(frozen) + 1, frozen.name))
+    bundles = [
+        build(source, loss="mse", optimizer="sgd", level="O0", frozen="*", trainable="1.*") for source in (model, other)
+    ]
+    _open(bundles[0]).save(tmp_path / "c.safetensors")
+    Trainer.load(tmp_path / "c.safetensors", "cpu")
+    for read in (Trainer.load, read_trained):
+        with pytest.raises(ModelError, match="made with another bundle"):
+            read(tmp_path / "c.safetensors", bundle=bundles[1])
 
 
 def test_in_place_and_by_turns_agree_bit_for_bit(bundle_maker, batches):
