@@ -16,11 +16,13 @@ from onnxamp.errors import ModelError
 from onnxamp.model import io, types
 from onnxamp.model.metadata import noted
 from onnxamp.model.preparation import prepare
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import all_nodes, all_values, type_graph
 from onnxamp.passes.annotate import AnnotatePass, converted_with, recorded_plan, refuse_other_options
 from onnxamp.passes.casts import InsertCastsPass
 from onnxamp.passes.constants import ConvertConstantsPass, constant_tensor, float_constants
 from onnxamp.passes.retype import RetypePass
+from onnxamp.policy import codes
 from onnxamp.policy.operators import Kind, operator
 from onnxamp.policy.plan import Options, Plan, make_plan
 
@@ -107,6 +109,21 @@ class ConvertResult:
     model: ir.Model
     plan: Plan
     summary: Summary
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should change to get more of the conversion, a sentence each."""
+        heavy = [decision for node, decision in self.plan.nodes.items() if operator(node).kind is Kind.HEAVY]
+        held = [decision for decision in heavy if decision.code == codes.OPSET]
+        if 2 * len(held) <= len(heavy):
+            return ()
+        opset = max(opset for decision in held if isinstance(opset := decision.evidence.get("opset", 0), int))
+        dtype = self.plan.options.dtype
+        other = " or use fp16" if dtype == "bf16" else ""
+        return (
+            f"{len(held)} of {len(heavy)} heavy nodes stay fp32 because the model's opset has no {dtype} form of them "
+            f"({codes.OPSET}): export the model at opset {opset}{other}.",
+        )
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the model to `path`; see `onnxamp.model.io.save`."""
@@ -279,7 +296,7 @@ def _restore_shapes(model: ir.Model, declared: dict[ir.Value, ir.Shape | None]) 
         elif producer is not None and "onnxamp.cast" in producer.metadata_props:
             source = producer.inputs[0]
             value.shape = source.shape if source is not None else None
-        elif producer is not None and producer.op_type != "Constant":
+        elif producer is not None and operator_name(producer) != "Constant":
             value.shape = None
 
 

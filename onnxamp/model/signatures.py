@@ -74,6 +74,11 @@ def standard_opset(model: ir.Model) -> int:
     return model.opset_imports.get("", max(versions, default=1))
 
 
+def operator_name(node: ir.Node) -> str:
+    """The operator with its domain where that is not ONNX's own."""
+    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type  # onnx_ir writes ai.onnx as ""
+
+
 @functools.cache
 def signature(domain: str, op_type: str, opset: int) -> Signature | None:
     """The signature of an operator in `domain` as of `opset`, or None if nothing known defines it."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 import onnx_ir as ir
 
 from onnxamp.model import dimensions
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import SHAPE_ONLY, Read, TypeGraph, Unit, all_nodes
 
 FIRST_DIM, OTHER_DIM = 1, 64
@@ -98,9 +99,9 @@ class Traffic:
         inside = {(read.site, read.index) for unit in self.graph.units for read in unit.reads}
         total = 0
         for node in all_nodes(self.graph.model.graph):
-            if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
+            if operator_name(node) == "Constant":
                 continue
-            if node.op_type not in SHAPE_ONLY:
+            if operator_name(node) not in SHAPE_ONLY:
                 for index, value in enumerate(node.inputs):
                     if value is not None and (node, index) not in inside:
                         total += self._bytes(value)

@@ -15,7 +15,7 @@ import onnx.shape_inference
 import onnx_ir as ir
 import onnx_shape_inference
 
-from onnxamp.model.signatures import signature
+from onnxamp.model.signatures import operator_name, signature
 from onnxamp.model.units import TYPE_ATTRIBUTE, all_nodes, all_values, bodies
 
 # Tensors above this size do not take part in inference by value (shapes, axes and repeats are far smaller).
@@ -95,7 +95,7 @@ def _skeleton(model: ir.Model) -> tuple[onnx.ModelProto, list[ir.Node]]:
 
 
 def _is_large_constant(node: ir.Node) -> bool:
-    if node.op_type != "Constant" or "value" not in node.attributes or node.attributes["value"].is_ref():
+    if operator_name(node) != "Constant" or "value" not in node.attributes or node.attributes["value"].is_ref():
         return False
     return node.attributes["value"].as_tensor().nbytes > _SMALL_BYTES
 
@@ -217,7 +217,7 @@ def _keep_names(model: ir.Model) -> Iterator[None]:
     tensors = [
         node.attributes["value"].value
         for node in all_nodes(model.graph)
-        if node.op_type == "Constant" and "value" in node.attributes
+        if operator_name(node) == "Constant" and "value" in node.attributes
     ]
     names = [tensor.name for tensor in tensors]
     yield
@@ -243,15 +243,15 @@ def _quiet(name: str) -> Iterator[None]:
 def _propagate(graph: ir.Graph, opsets: dict[str, int]) -> None:
     """Types that follow from type variables, in graph order; bodies take and give types where control flow ties them."""
     for node in graph:
-        control = node.domain == "" and node.op_type in ("If", "Loop", "Scan")
+        control = operator_name(node) in ("If", "Loop", "Scan")
         inner = list(bodies(node))
-        if control and node.op_type in ("Loop", "Scan"):
+        if control and operator_name(node) in ("Loop", "Scan"):
             for value, formal in zip(node.inputs, inner[0].inputs, strict=False):
                 _copy_type(value, formal)
         for body in inner:
             _propagate(body, opsets)
         if control:
-            results = inner[0].outputs[1 if node.op_type == "Loop" else 0 :]
+            results = inner[0].outputs[1 if operator_name(node) == "Loop" else 0 :]
             for value, output in zip(results, node.outputs, strict=False):
                 _copy_type(value, output)
         elif any(value.type is None and value.name for value in node.outputs):
@@ -276,7 +276,7 @@ def _by_signature(node: ir.Node, opsets: dict[str, int]) -> None:
         formal = signed.output(index)
         if value.type is not None or formal is None or not formal.homogeneous:
             continue
-        attribute = node.attributes.get(TYPE_ATTRIBUTE.get((node.op_type, formal.variable), ""))
+        attribute = node.attributes.get(TYPE_ATTRIBUTE.get((operator_name(node), formal.variable), ""))
         allowed = signed.types.get(formal.variable, frozenset({formal.variable}))
         if attribute is not None and attribute.type == ir.AttributeType.INT:
             value.type = ir.TensorType(ir.DataType(attribute.as_int()))

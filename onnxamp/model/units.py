@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from onnxamp.dtypes import BY_IR
-from onnxamp.model.signatures import Formal, Signature, signature
+from onnxamp.model.signatures import Formal, Signature, operator_name, signature
 
 # Operators that read only the shape of their operand.
 SHAPE_ONLY = frozenset({"Shape", "Size"})
@@ -226,17 +226,16 @@ class _Builder:
         opset = node.version or self.model.opset_imports.get(node.domain or "", 0)
         signed = signature(node.domain, node.op_type, opset)
         self.signatures[node] = signed
-        standard = node.domain in ("", "ai.onnx")
-        if standard and node.op_type == "Constant":
+        if operator_name(node) == "Constant":
             if is_float(node.outputs[0]):
                 self.constants[node.outputs[0]] = None
-        elif standard and node.op_type in SHAPE_ONLY:
+        elif operator_name(node) in SHAPE_ONLY:
             pass
-        elif standard and node.op_type == "If":
+        elif operator_name(node) == "If":
             self.branches(node)
-        elif standard and node.op_type == "Loop":
+        elif operator_name(node) == "Loop":
             self.loop(node)
-        elif standard and node.op_type == "Scan" and signed is not None and signed.since >= 9:
+        elif operator_name(node) == "Scan" and signed is not None and signed.since >= 9:
             self.scan(node)
         else:
             self.plain(node, signed)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from onnxamp.model.signatures import operator_name
+
 
 class AssumePass(ir.passes.InPlacePass):
     """Take one branch of every selection by a boolean scalar input, and drop the input.
@@ -28,7 +30,7 @@ class AssumePass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         condition = next(value for value in graph.inputs if value.name == self.name)
-        for node in [node for node in graph if node.op_type == "Where" and node.inputs[0] is condition]:
+        for node in [node for node in graph if operator_name(node) == "Where" and node.inputs[0] is condition]:
             branch, other = node.inputs[1:] if self.value else node.inputs[:0:-1]
             if branch is None or other is None:
                 continue
@@ -36,7 +38,7 @@ class AssumePass(ir.passes.InPlacePass):
             if branch.shape == other.shape == result.shape:
                 _substitute(node, branch)
             elif _is_zero(branch) and not result.is_graph_output():
-                for user in [user for user, _ in result.uses() if user.op_type == "Add"]:
+                for user in [user for user, _ in result.uses() if operator_name(user) == "Add"]:
                     summand = user.inputs[1] if user.inputs[0] is result else user.inputs[0]
                     if summand is not None and summand is not result and summand.shape == user.outputs[0].shape:
                         _substitute(user, summand)

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onnxamp.dtypes import BY_IR, BY_NAME, FloatType
 from onnxamp.errors import InternalError
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.tensors import ConvertedTensor
 from onnxamp.model.units import Read, is_float
 from onnxamp.passes.names import Names
@@ -117,7 +118,9 @@ def float_constants(graph: ir.Graph) -> Iterator[ir.Value]:
     """The float constants of `graph` and its bodies."""
     for inner in (graph, *graph.subgraphs()):
         yield from filter(is_float, inner.initializers.values())
-        yield from (node.outputs[0] for node in inner if node.op_type == "Constant" and is_float(node.outputs[0]))
+        yield from (
+            node.outputs[0] for node in inner if operator_name(node) == "Constant" and is_float(node.outputs[0])
+        )
 
 
 def convert_constant(value: ir.Value, kind: FloatType, limit: float | None = None) -> None:

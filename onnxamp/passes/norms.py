@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnxamp.model.signatures import operator_name
+
 
 class DecomposeBatchNorm(ir.passes.InPlacePass):
     """Replace every BatchNormalization with training_mode=1.
@@ -23,9 +25,7 @@ class DecomposeBatchNorm(ir.passes.InPlacePass):
         nodes = [
             node
             for node in model.graph.all_nodes()
-            if node.op_type == "BatchNormalization"
-            and node.domain == ""
-            and node.attributes.get_int("training_mode", 0) == 1
+            if operator_name(node) == "BatchNormalization" and node.attributes.get_int("training_mode", 0) == 1
         ]
         for node in nodes:
             _replace(node, model.opset_imports.get("", 0))

@@ -18,6 +18,7 @@ import dataclasses
 import onnx_ir as ir
 
 from onnxamp.dtypes import FloatType
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import bodies
 from onnxamp.passes.emulate import moves_data
 from onnxamp.policy.plan import Plan
@@ -87,7 +88,7 @@ class _Instrument:
         for original, node in zip(originals, copies, strict=True):
             twin = self.twin(original, node)
             for index, value in enumerate(node.outputs):
-                if not _is_fp32(value) or node.op_type == "Constant":
+                if not _is_fp32(value) or operator_name(node) == "Constant":
                     continue
                 mine = [self.reduced(value), self.made("Size", [value], ir.DataType.INT64)]
                 if twin is not None:
@@ -107,7 +108,7 @@ class _Instrument:
     def twin(self, original: ir.Node, node: ir.Node) -> ir.Node | None:
         """`node` again with rounded operands, at the end of the graph; None if its 16-bit result is not to be had."""
         units = [unit for unit in self.plan.graph.of.get(original, ()) if self.plan.decisions[unit].precision != "fp32"]
-        if not units or node.op_type in _RANDOM or any(True for _ in bodies(original)):
+        if not units or operator_name(node) in _RANDOM or any(True for _ in bodies(original)):
             return None
         if not any(map(_is_fp32, node.outputs)):
             return None
@@ -160,7 +161,7 @@ class _Instrument:
         """The results that carry a mask which a conversion clamps."""
         found: set[ir.Value] = set(self.plan.clamped)
         for node in self.plan.graph.model.graph:
-            if node.op_type in _CARRIES and any(value in found for value in node.inputs if value is not None):
+            if operator_name(node) in _CARRIES and any(value in found for value in node.inputs if value is not None):
                 found.update(node.outputs)
         return found
 

@@ -7,6 +7,7 @@ import onnx_ir as ir
 
 from onnxamp.dtypes import BY_IR, BY_NAME
 from onnxamp.errors import UnsupportedError
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import TYPE_ATTRIBUTE, Unit
 from onnxamp.policy.plan import Plan
 
@@ -37,7 +38,7 @@ class RetypePass(ir.passes.InPlacePass):
                 retype(value, kind)
         # An attribute may have to be spelled out because another unit of its node changed: look at all of them, afterwards.
         for unit in self.plan.graph.units:
-            if unit.node is not None and unit.writes and (unit.node.op_type, unit.variable) in TYPE_ATTRIBUTE:
+            if unit.node is not None and unit.writes and (operator_name(unit.node), unit.variable) in TYPE_ATTRIBUTE:
                 _set_attribute(unit, unit.node, BY_NAME[self.plan.decisions[unit].precision].ir, self.plan)
         return ir.passes.PassResult(model, modified)
 
@@ -49,13 +50,13 @@ def retype(value: ir.Value, kind: ir.DataType) -> None:
 
 
 def _set_attribute(unit: Unit, node: ir.Node, kind: ir.DataType, plan: Plan) -> None:
-    name = TYPE_ATTRIBUTE[node.op_type, unit.variable]
+    name = TYPE_ATTRIBUTE[operator_name(node), unit.variable]
     attribute = node.attributes.get(name)
     if attribute is not None and attribute.is_ref():
         raise UnsupportedError(
             f"{node.op_type} node {node.name!r} takes its type from a function's attribute; inline the function."
         )
-    if node.op_type == "ConstantOfShape":
+    if operator_name(node) == "ConstantOfShape":
         if kind != unit.dtype:
             old = np.zeros(1, np.float32) if attribute is None else attribute.as_tensor().numpy()
             tensor = ir.Tensor(old.astype(BY_IR[kind].numpy), dtype=kind)
@@ -64,7 +65,7 @@ def _set_attribute(unit: Unit, node: ir.Node, kind: ir.DataType, plan: Plan) -> 
     if attribute is None:
         follows = [other for other in plan.graph.of[node] if other.reads]
         default = ir.DataType.FLOAT
-        if node.op_type in ("EyeLike", "RandomNormalLike", "RandomUniformLike", "Bernoulli") and follows:
+        if operator_name(node) in ("EyeLike", "RandomNormalLike", "RandomUniformLike", "Bernoulli") and follows:
             default = BY_NAME[plan.decisions[follows[0]].precision].ir
         if kind != default:
             node.attributes[name] = ir.AttrInt64(name, kind.value)

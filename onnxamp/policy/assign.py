@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.traffic import Traffic
 from onnxamp.model.units import TypeGraph, Unit
 from onnxamp.policy.cut import INFINITE, Network
@@ -148,7 +149,7 @@ def dissolve(graph: TypeGraph, groups: Groups, low: dict[int, bool], anchors: se
             for reader in readers:
                 join(groups.of[writer], groups.of[reader])
     for node, units in graph.of.items():
-        for unit in units[1:] if node.op_type not in CONTROL_FLOW else ():
+        for unit in units[1:] if operator_name(node) not in CONTROL_FLOW else ():
             join(groups.of[units[0]], groups.of[unit])
     reached = {groups.of[unit] for unit in anchors if low[groups.of[unit]]}
     pending = list(reached)

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.dtypes import FloatType
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.tensors import blocks
 from onnxamp.model.units import TypeGraph, Unit
 from onnxamp.policy.operators import Kind, Range, operator
@@ -72,7 +73,7 @@ class Facts:
     def _find_scalar(self, value: ir.Value) -> float | None:
         for _ in range(6):
             node = value.producer()
-            if node is None or node.op_type not in _CONSTANT_MOVES or node.inputs[0] is None:
+            if node is None or operator_name(node) not in _CONSTANT_MOVES or node.inputs[0] is None:
                 break
             value = node.inputs[0]
         tensor = self.tensor(value)
@@ -94,7 +95,11 @@ class Facts:
 
     def through_moves(self, value: ir.Value) -> ir.Value:
         """The value that `value` is a copy of, behind moves with one data operand."""
-        while (node := value.producer()) is not None and node.op_type in SINGLE_MOVES and node.inputs[0] is not None:
+        while (
+            (node := value.producer()) is not None
+            and operator_name(node) in SINGLE_MOVES
+            and node.inputs[0] is not None
+        ):
             value = node.inputs[0]
         return value
 
@@ -118,7 +123,7 @@ class Facts:
 
     def restores(self, node: ir.Node, reads: set[ir.Value]) -> bool:
         """Whether the node's results are ordinary although the values `reads` among its operands are not."""
-        op = node.op_type
+        op = operator_name(node)
         if op == "Pow":
             exponent = self.scalar(node.inputs[1])
             return exponent is not None and abs(exponent) < 1
@@ -138,7 +143,7 @@ class Facts:
         """Whether the node makes a mean of ordinary values: a sum of them times a number."""
         sums = [value for value in node.inputs if value is not None and self.scalar(value) is None]
         source = self.through_moves(sums[0]).producer() if len(sums) == 1 and len(node.inputs) == 2 else None
-        return source is not None and source.op_type == "ReduceSum" and source.inputs[0] not in reads
+        return source is not None and operator_name(source) == "ReduceSum" and source.inputs[0] not in reads
 
     def _reduces(self, denominator: ir.Value, numerator: ir.Value | None) -> bool:
         """Whether `denominator` is a reduction of `numerator`, with an epsilon at most between."""
@@ -147,10 +152,10 @@ class Facts:
             node = value.producer()
             if node is None:
                 return False
-            if node.op_type.startswith("Reduce"):
+            if operator_name(node).startswith("Reduce"):
                 return node.inputs[0] is numerator
             operands = [v for v in node.inputs if v is not None and self.scalar(v) is None]
-            if node.op_type not in ("Add", "Max", "Clip", "Sqrt") or len(operands) != 1:
+            if operator_name(node) not in ("Add", "Max", "Clip", "Sqrt") or len(operands) != 1:
                 return False
             value = self.through_moves(operands[0])
         return False
@@ -166,7 +171,7 @@ def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
     node = value.producer()
     if node is None:
         return value.const_value if value.is_initializer() else None
-    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
+    if operator_name(node) != "Constant":
         return None
     attribute = node.attributes.get("value")
     if attribute is not None and not attribute.is_ref():

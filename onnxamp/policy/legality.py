@@ -14,7 +14,7 @@ import onnx.defs
 import onnx_ir as ir
 
 from onnxamp.dtypes import FloatType
-from onnxamp.model.signatures import Signature, signature, standard_opset
+from onnxamp.model.signatures import Signature, operator_name, signature, standard_opset
 from onnxamp.model.units import Read, TypeGraph, Unit
 from onnxamp.policy import codes
 from onnxamp.policy.decision import Decision
@@ -75,7 +75,7 @@ def choices(node: ir.Node, graph: TypeGraph, low: FloatType, target: TargetTable
         else:
             open_units.append(unit)
     allowed: set[frozenset[Unit]] | None = None
-    if signed is not None and node.op_type in CONTROL_FLOW:  # each output and state has a type of its own
+    if signed is not None and operator_name(node) in CONTROL_FLOW:  # each output and state has a type of its own
         reachable = {u for u in open_units if target.supports(node, signed, {"V": low.ir})}
     else:
         allowed = {frozenset[Unit]()}
@@ -97,15 +97,15 @@ def _blocked(node: ir.Node, unit: Unit, signed: Signature | None, low: FloatType
     if unit.fixed is not None:
         return Decision("fp32", _FIXED.get(unit.fixed, codes.UNTYPED), {"operator": operator_name(node)})
     assert signed is not None
-    if node.op_type in QUANTIZATION:
-        return Decision("fp32", codes.QUANTIZATION, {"operator": node.op_type})
-    if (names := _SHAPE_OPERANDS.get(node.op_type)) and unit.reads and not unit.writes:
+    if operator_name(node) in QUANTIZATION:
+        return Decision("fp32", codes.QUANTIZATION, {"operator": operator_name(node)})
+    if (names := _SHAPE_OPERANDS.get(operator_name(node))) and unit.reads and not unit.writes:
         operands = [formal.name if (formal := signed.input(read.index)) else "" for read in unit.reads]
         if any(name in names for name in operands):
             return Decision("fp32", codes.SHAPE_OPERAND, {"operand": operands[0]})
     variable = schema_variable(node, unit)
-    if (node.op_type, variable) in _STASHED or operator_name(node) in _ATTRIBUTE_TYPED:
-        return Decision("fp32", codes.LITERAL, {"operator": node.op_type})
+    if (operator_name(node), variable) in _STASHED or operator_name(node) in _ATTRIBUTE_TYPED:
+        return Decision("fp32", codes.LITERAL, {"operator": operator_name(node)})
     if not signed.allows(variable, low.ir):
         opset = opset_that_allows(node.domain, node.op_type, variable, low.ir)
         evidence: dict[str, object] = {"operator": operator_name(node), "since": signed.since}
@@ -124,19 +124,16 @@ def _no_kernel(node: ir.Node, low: FloatType, target: TargetTable) -> Decision:
 
 def schema_variable(node: ir.Node, unit: Unit) -> str:
     """The type variable in the operator's schema; control flow calls all of its own `V`."""
-    return "V" if node.op_type in CONTROL_FLOW else unit.variable
+    return "V" if operator_name(node) in CONTROL_FLOW else unit.variable
 
 
 def is_shape_operand(read: Read) -> bool:
     """Whether shape inference looks at the elements of the operand."""
     return (
-        isinstance(read.site, ir.Node) and read.index > 0 and read.site.op_type in ("Resize", "Upsample", "Pad", "Clip")
+        isinstance(read.site, ir.Node)
+        and read.index > 0
+        and operator_name(read.site) in ("Resize", "Upsample", "Pad", "Clip")
     )
-
-
-def operator_name(node: ir.Node) -> str:
-    """The operator with its domain where that is not ONNX's own."""
-    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
 
 
 @functools.cache

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.tensors import blocks
 from onnxamp.model.units import Unit
 from onnxamp.policy.facts import SINGLE_MOVES, Facts
-from onnxamp.policy.legality import operator_name
 from onnxamp.policy.operators import Kind, operator
 
 # Operands that are added to scores before a softmax (or are the scores), by operator.

@@ -11,7 +11,7 @@ import enum
 
 import onnx_ir as ir
 
-from onnxamp.policy.legality import operator_name
+from onnxamp.model.signatures import operator_name
 
 
 class Kind(enum.Enum):

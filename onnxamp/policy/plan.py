@@ -11,13 +11,14 @@ import onnx_ir as ir
 from onnxamp.dtypes import BY_IR, BY_NAME
 from onnxamp.errors import UsageError
 from onnxamp.model.metadata import noted
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.traffic import Traffic
 from onnxamp.model.units import Read, TypeGraph, Unit
 from onnxamp.policy import codes, targets
 from onnxamp.policy.assign import dissolve, follow_inputs, minimum_cut
 from onnxamp.policy.decision import Decision
 from onnxamp.policy.facts import Facts
-from onnxamp.policy.legality import castable, choices, interface_decision, is_shape_operand, operator_name
+from onnxamp.policy.legality import castable, choices, interface_decision, is_shape_operand
 from onnxamp.policy.marks import Marks
 from onnxamp.policy.masks import find_masks
 from onnxamp.policy.operators import Kind

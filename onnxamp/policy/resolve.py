@@ -6,11 +6,12 @@ import dataclasses
 
 import onnx_ir as ir
 
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import TypeGraph, Unit
 from onnxamp.policy import codes
 from onnxamp.policy.assign import Groups
 from onnxamp.policy.decision import Decision
-from onnxamp.policy.legality import Choices, operator_name
+from onnxamp.policy.legality import Choices
 
 
 def resolve(

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator
 import onnx_ir as ir
 
 from onnxamp.errors import UsageError
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import TypeGraph
 from onnxamp.policy import codes
-from onnxamp.policy.legality import operator_name
 from onnxamp.policy.operators import OPERATORS
 from onnxamp.policy.options import Options, matches
 

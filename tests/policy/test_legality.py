@@ -6,10 +6,13 @@ import json
 import pathlib
 
 import onnx.defs
+import onnx.parser
 import onnx_ir as ir
 import pytest
 
+from onnxamp.conversion import convert
 from onnxamp.model.signatures import signature
+from onnxamp.passes.emulate import emulate
 from onnxamp.policy import targets
 from onnxamp.policy.operators import OPERATORS
 
@@ -190,3 +193,18 @@ def test_every_standard_float_operator_has_a_row():
     without = {"DequantizeLinear", "QuantizeLinear", "DynamicQuantizeLinear", "QLinearMatMul", "Shape", "Size"}
     assert known - without - set(OPERATORS) == set()
     assert len(known) > 150
+
+
+@pytest.mark.parametrize(
+    "operator", ["Constant", "If", "Shape", "Resize", "Pow", "Sub", "Softmax", "Cast", "DequantizeLinear"]
+)
+@pytest.mark.parametrize("level", ["OD", "O1", "O2", "O3"])
+def test_an_operator_of_another_domain_is_another_operator(operator, level):
+    """It is unknown, whatever its name, and says nothing of the standard one."""
+    body = f"h = MatMul(x, w) t = custom.{operator}(h) y = Relu(t)"
+    text = f"""<ir_version: 9, opset_import: ["" : 17, "custom" : 1]> g (float[2,2] x) => (float[2,2] y)
+    <float[2,2] w = {{1,2,3,4}}, float[2,2] t> {{ {body} }}"""
+    result = convert(onnx.parser.parse_model(text), level=level, target="any")
+    codes = {f"{node.domain}.{node.op_type}": d.code for node, d in result.plan.nodes.items()}
+    assert codes[f"custom.{operator}"] == "AMP203"
+    emulate(result.model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import Read, Unit
 from onnxamp.policy import codes
 from onnxamp.policy.facts import extent
@@ -15,7 +16,16 @@ LOSS_LIMIT = 0.01
 # A tensor with more than this share of its elements flushed to zero has lost its small part.
 FLUSH_LIMIT = 0.5
 # The operand that is only added, by operator.
-_BIAS = {"Conv": 2, "ConvTranspose": 2, "Gemm": 2, "LSTM": 3, "GRU": 3, "RNN": 3, "FusedConv": 2, "FusedGemm": 2}
+_BIAS = {
+    "Conv": 2,
+    "ConvTranspose": 2,
+    "Gemm": 2,
+    "LSTM": 3,
+    "GRU": 3,
+    "RNN": 3,
+    "com.microsoft.FusedConv": 2,
+    "com.microsoft.FusedGemm": 2,
+}
 
 
 def out_of_range(marks: Marks) -> None:
@@ -30,7 +40,7 @@ def out_of_range(marks: Marks) -> None:
                 largest = facts.extent(read.value).largest
                 marks.fp32(unit, codes.OUT_OF_RANGE, constant=read.value.name, largest=largest, limit=facts.low.max)
         attribute = unit.node.attributes.get("value")
-        if unit.node.op_type == "ConstantOfShape" and attribute is not None:
+        if operator_name(unit.node) == "ConstantOfShape" and attribute is not None:
             fill = extent(attribute.as_tensor(), facts.low)
             if fill.over:
                 marks.fp32(unit, codes.OUT_OF_RANGE, constant="value", largest=fill.largest, limit=facts.low.max)
@@ -66,4 +76,4 @@ def lossy_weights(marks: Marks) -> None:
 
 def _is_added(unit: Unit, read: Read) -> bool:
     assert unit.node is not None
-    return unit.node.op_type in ("Add", "Sub", "Sum") or _BIAS.get(unit.node.op_type) == read.index
+    return operator_name(unit.node) in ("Add", "Sub", "Sum") or _BIAS.get(operator_name(unit.node)) == read.index

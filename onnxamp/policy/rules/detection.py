@@ -6,8 +6,8 @@ import math
 
 import onnx_ir as ir
 
+from onnxamp.model.signatures import operator_name
 from onnxamp.policy import codes
-from onnxamp.policy.legality import operator_name
 from onnxamp.policy.marks import Marks
 
 # Operators that compare or cut at coordinates, and the operands with coordinates.
@@ -38,16 +38,16 @@ def long_reductions(marks: Marks) -> None:
     """Pooling over more than 4,096 elements, and sums of more than 64 operands, stay fp32."""
     for node in marks.facts.graph.of:
         length = _length(node)
-        limit = 64 if node.op_type in ("Sum", "Mean") else _LONG
+        limit = 64 if operator_name(node) in ("Sum", "Mean") else _LONG
         if length > limit:
             marks.node(node, codes.LONG_REDUCTION, length=length, limit=limit)
 
 
 def _length(node: ir.Node) -> int:
-    if node.op_type in ("Sum", "Mean"):
+    if operator_name(node) in ("Sum", "Mean"):
         return len(node.inputs)
-    if node.op_type == "AveragePool":
+    if operator_name(node) == "AveragePool":
         return math.prod(node.attributes["kernel_shape"].as_ints()) if "kernel_shape" in node.attributes else 0
-    if node.op_type == "GlobalAveragePool" and node.inputs[0] is not None and node.inputs[0].shape is not None:
+    if operator_name(node) == "GlobalAveragePool" and node.inputs[0] is not None and node.inputs[0].shape is not None:
         return math.prod(dim if isinstance(dim, int) else 1 for dim in list(node.inputs[0].shape)[2:])
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import Unit
 from onnxamp.policy import codes
 from onnxamp.policy.facts import Facts
@@ -37,7 +38,7 @@ def float_ids(marks: Marks) -> None:
             integral.update(unit.writes)
             linear.update(dict.fromkeys(unit.writes, unit))
             continue
-        if node.op_type == "Cast" and unit.reads and not unit.writes and node.outputs[0].dtype in _INTEGERS:
+        if operator_name(node) == "Cast" and unit.reads and not unit.writes and node.outputs[0].dtype in _INTEGERS:
             marks.fp32(unit, codes.FLOAT_IDS, reader="Cast to an integer")
             for source in facts.backward([unit.reads[0].value]):
                 marks.fp32(source, codes.FLOAT_IDS, reader="Cast to an integer")
@@ -47,21 +48,21 @@ def float_ids(marks: Marks) -> None:
             if unit.reads:
                 fixed.update(unit.writes)
             continue
-        if (operator(node).kind is Kind.MOVE or node.op_type in _EXACT) and all(v in integral for v in computed):
+        if (operator(node).kind is Kind.MOVE or operator_name(node) in _EXACT) and all(v in integral for v in computed):
             integral.update(unit.writes)
-            if node.op_type in _EXACT and unit not in marks.masks.region and _matters(facts, unit, computed):
+            if operator_name(node) in _EXACT and unit not in marks.masks.region and _matters(facts, unit, computed):
                 marks.fp32(unit, codes.FLOAT_IDS, reader=node.op_type)
-        if operator(node).kind is Kind.MOVE or node.op_type in _LINEAR:
+        if operator(node).kind is Kind.MOVE or operator_name(node) in _LINEAR:
             if all(v in linear for v in computed):
                 linear.update(dict.fromkeys(unit.writes, unit))
-        elif node.op_type in ("Sin", "Cos") and computed[0] in linear:
+        elif operator_name(node) in ("Sin", "Cos") and computed[0] in linear:
             _mark_path(marks, linear, computed[0], node.op_type)
 
 
 def _makes_integers(node: ir.Node, unit: Unit) -> bool:
-    if node.op_type == "Cast":
+    if operator_name(node) == "Cast":
         return bool(unit.writes) and node.inputs[0] is not None and node.inputs[0].dtype in _WIDE
-    return node.op_type == "Range"
+    return operator_name(node) == "Range"
 
 
 def _matters(facts: Facts, unit: Unit, computed: list[ir.Value]) -> bool:

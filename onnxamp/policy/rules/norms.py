@@ -6,6 +6,7 @@ import dataclasses
 
 import onnx_ir as ir
 
+from onnxamp.model.signatures import operator_name
 from onnxamp.policy import codes
 from onnxamp.policy.facts import Facts
 from onnxamp.policy.marks import Marks
@@ -49,7 +50,7 @@ def norms(marks: Marks) -> None:
     """
     facts = marks.facts
     for node in facts.graph.of:
-        found = _statistic(facts, node) if node.op_type in _REDUCTIONS else None
+        found = _statistic(facts, node) if operator_name(node) in _REDUCTIONS else None
         if found is None:
             continue
         upper = _normalizers(facts, found)
@@ -62,7 +63,7 @@ def norms(marks: Marks) -> None:
 def _statistic(facts: Facts, node: ir.Node) -> _Statistic | None:
     value = node.inputs[0]
     members = [node]
-    if node.op_type in ("ReduceSum", *_MEANS):
+    if operator_name(node) in ("ReduceSum", *_MEANS):
         square = facts.through_moves(value).producer() if value is not None else None
         value = squared(facts, square) if square is not None else None
         if square is None or value is None:
@@ -72,11 +73,11 @@ def _statistic(facts: Facts, node: ir.Node) -> _Statistic | None:
         return None
     difference = facts.through_moves(value).producer()
     mean: list[ir.Node] = []
-    if difference is not None and difference.op_type == "Sub":
+    if difference is not None and operator_name(difference) == "Sub":
         mean = next(filter(None, (_mean(facts, operand) for operand in difference.inputs)), [])
     if difference is not None and mean:
         members += [difference, *mean]
-    return _Statistic(node, value, members, bool(mean), node.op_type in _MEANS)
+    return _Statistic(node, value, members, bool(mean), operator_name(node) in _MEANS)
 
 
 def _mean(facts: Facts, value: ir.Value | None) -> list[ir.Node]:
@@ -84,20 +85,20 @@ def _mean(facts: Facts, value: ir.Value | None) -> list[ir.Node]:
     node = facts.through_moves(value).producer() if value is not None else None
     if node is None:
         return []
-    if node.op_type in _MEANS:
+    if operator_name(node) in _MEANS:
         return [node]
-    if node.op_type in ("Mul", "Div"):
+    if operator_name(node) in ("Mul", "Div"):
         total = [facts.through_moves(v).producer() for v in node.inputs if v is not None and facts.scalar(v) is None]
-        if len(total) == 1 and total[0] is not None and total[0].op_type == "ReduceSum":
+        if len(total) == 1 and total[0] is not None and operator_name(total[0]) == "ReduceSum":
             return [node, total[0]]
     return []
 
 
 def squared(facts: Facts, node: ir.Node) -> ir.Value | None:
     """The value whose square `node` computes, but for a constant factor; None if it computes something else."""
-    if node.op_type == "Pow":
+    if operator_name(node) == "Pow":
         return node.inputs[0] if facts.scalar(node.inputs[1]) == 2.0 else None
-    if node.op_type != "Mul":
+    if operator_name(node) != "Mul":
         return None
     first, second = (_unscaled(facts, value) for value in node.inputs)
     return first if first is not None and first is second else None
@@ -106,7 +107,7 @@ def squared(facts: Facts, node: ir.Node) -> ir.Value | None:
 def _unscaled(facts: Facts, value: ir.Value | None) -> ir.Value | None:
     """`value` before a factor: x of c * x."""
     node = value.producer() if value is not None else None
-    if node is not None and node.op_type == "Mul":
+    if node is not None and operator_name(node) == "Mul":
         operands = [operand for operand in node.inputs if facts.scalar(operand) is None]
         if len(operands) == 1:
             return operands[0]
@@ -120,26 +121,28 @@ def _normalizers(facts: Facts, found: _Statistic) -> list[ir.Node]:
     """
     path: list[ir.Node] = []
     value = found.reduction.outputs[0]
-    rooted = found.reduction.op_type == "ReduceL2"
+    rooted = operator_name(found.reduction) == "ReduceL2"
     for _ in range(_STEPS):
         users = [(user, index) for user, index in value.uses() if user.outputs]
-        divisions = [u for u, index in users if u.op_type == "Div" and index == 1 and facts.scalar(u.inputs[0]) is None]
+        divisions = [
+            u for u, index in users if operator_name(u) == "Div" and index == 1 and facts.scalar(u.inputs[0]) is None
+        ]
         if rooted and divisions:
             return [*path, *divisions]
-        if rooted and len(users) > 1 and all(user.op_type == "Mul" for user, _ in users):
+        if rooted and len(users) > 1 and all(operator_name(user) == "Mul" for user, _ in users):
             return [*path, *(user for user, _ in users)]
         step = next((user for user, index in users if _continues(facts, user, index)), None)
         if step is None:
             return []
         path.append(step)
         others = [v for v in step.inputs if v is not None and v is not value]
-        if not rooted and step.op_type in ("Mul", "Div") and any(facts.scalar(v) is not None for v in others):
+        if not rooted and operator_name(step) in ("Mul", "Div") and any(facts.scalar(v) is not None for v in others):
             found.is_mean = True
-        if step.op_type == "Sub" and others and (extra := _squared_mean(facts, others[0])):
+        if operator_name(step) == "Sub" and others and (extra := _squared_mean(facts, others[0])):
             found.centred, found.members = True, [*found.members, *extra]
-        rooted = rooted or step.op_type in ("Sqrt", "Pow")
-        if rooted and step.op_type == "Mul" and not any(facts.tensor(facts.through_moves(v)) for v in others):
-            return path + [n for v in others if (n := v.producer()) is not None and n.op_type == "Sub"]
+        rooted = rooted or operator_name(step) in ("Sqrt", "Pow")
+        if rooted and operator_name(step) == "Mul" and not any(facts.tensor(facts.through_moves(v)) for v in others):
+            return path + [n for v in others if (n := v.producer()) is not None and operator_name(n) == "Sub"]
         value = step.outputs[0]
     return []
 
@@ -154,12 +157,12 @@ def _squared_mean(facts: Facts, value: ir.Value) -> list[ir.Node]:
 
 
 def _continues(facts: Facts, user: ir.Node, index: int) -> bool:
-    if user.op_type == "Pow":
+    if operator_name(user) == "Pow":
         exponent = facts.scalar(user.inputs[1])
         return index == 0 and exponent is not None and abs(exponent) == 0.5
-    if user.op_type == "Div" and index == 1:
+    if operator_name(user) == "Div" and index == 1:
         return facts.scalar(user.inputs[0]) == 1.0
-    return user.op_type in ("Sqrt", "Reciprocal", "Unsqueeze", "Reshape", "Expand", "Identity", *_GUARDS)
+    return operator_name(user) in ("Sqrt", "Reciprocal", "Unsqueeze", "Reshape", "Expand", "Identity", *_GUARDS)
 
 
 def _code(facts: Facts, found: _Statistic, normalizes: bool) -> str | None:
@@ -173,7 +176,7 @@ def _code(facts: Facts, found: _Statistic, normalizes: bool) -> str | None:
 
 
 def _over_space(facts: Facts, reduction: ir.Node) -> bool:
-    if reduction.op_type == "GlobalAveragePool":
+    if operator_name(reduction) == "GlobalAveragePool":
         return True
     axes = reduction.attributes.get("axes")
     if axes is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnxamp.model.signatures import operator_name
 from onnxamp.policy import codes
 from onnxamp.policy.facts import Facts
-from onnxamp.policy.legality import operator_name
 from onnxamp.policy.marks import Marks
 from onnxamp.policy.operators import Kind, operator
 
@@ -22,4 +22,4 @@ def _dequantized(facts: Facts, value: ir.Value | None) -> bool:
     if value is None:
         return False
     node = facts.through_moves(value).producer()
-    return node is not None and node.op_type == "DequantizeLinear"
+    return node is not None and operator_name(node) == "DequantizeLinear"

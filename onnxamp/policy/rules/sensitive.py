@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from onnxamp.model.signatures import operator_name
 from onnxamp.policy import codes
-from onnxamp.policy.legality import operator_name
 from onnxamp.policy.marks import Marks
 from onnxamp.policy.operators import Kind
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import SHAPE_ONLY, all_nodes
 from onnxamp.policy import codes
 from onnxamp.policy.marks import Marks
@@ -61,13 +62,13 @@ def shape_arithmetic(marks: Marks) -> None:
     shape_data: set[ir.Value] = set()
     pending: list[ir.Value] = []
     for node in all_nodes(graph):
-        if node.op_type in SHAPE_ONLY:
+        if operator_name(node) in SHAPE_ONLY:
             shape_data.update(node.outputs)
             continue
-        for index in _SHAPE_OPERANDS.get(node.op_type, ()):
+        for index in _SHAPE_OPERANDS.get(operator_name(node), ()):
             if index < len(node.inputs) and (value := node.inputs[index]) is not None:
                 pending.append(value)
-        if node.op_type in _FILLS or operator(node).kind is Kind.HEAVY:
+        if operator_name(node) in _FILLS or operator(node).kind is Kind.HEAVY:
             continue
         computed = [v for v in node.inputs if v is not None and not _constant(v)]
         if computed and all(v in shape_data for v in computed):
@@ -76,7 +77,7 @@ def shape_arithmetic(marks: Marks) -> None:
     seen = set(pending)
     while pending:
         source = pending.pop().producer()
-        if source is None or source.op_type in SHAPE_ONLY or operator(source).kind is Kind.HEAVY:
+        if source is None or operator_name(source) in SHAPE_ONLY or operator(source).kind is Kind.HEAVY:
             continue
         marks.node(source, codes.SHAPE_ARITHMETIC, of="an operand that sets a size")
         for operand in source.inputs:
@@ -87,4 +88,4 @@ def shape_arithmetic(marks: Marks) -> None:
 
 def _constant(value: ir.Value) -> bool:
     node = value.producer()
-    return value.is_initializer() or (node is not None and node.op_type == "Constant")
+    return value.is_initializer() or (node is not None and operator_name(node) == "Constant")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import Unit
 from onnxamp.policy import codes
 from onnxamp.policy.marks import Marks
@@ -28,10 +29,10 @@ def epsilons(marks: Marks) -> None:
         return facts.kind(unit) is Kind.SENSITIVE
 
     for node in facts.graph.of:
-        if node.op_type in _LOGARITHMS and node.inputs[0] is not None:
+        if operator_name(node) in _LOGARITHMS and node.inputs[0] is not None:
             for unit in facts.backward([node.inputs[0]], stop):
                 marks.fp32(unit, codes.EPSILON, before=node.op_type)
-        elif node.op_type in _GUARDS and (epsilon := _epsilon(marks, node)) is not None:
+        elif operator_name(node) in _GUARDS and (epsilon := _epsilon(marks, node)) is not None:
             path = _to_singularity(marks, node)
             if path:
                 reader = path[-1].op_type
@@ -65,7 +66,7 @@ def _to_singularity(marks: Marks, node: ir.Node) -> list[ir.Node]:
 
 
 def _singular(marks: Marks, node: ir.Node, index: int) -> bool:
-    if node.op_type == "Pow":
+    if operator_name(node) == "Pow":
         exponent = marks.facts.scalar(node.inputs[1])
         return index == 0 and exponent is not None and exponent < 1
-    return node.op_type in ("Sqrt", "Log", "Reciprocal") or (node.op_type == "Div" and index == 1)
+    return operator_name(node) in ("Sqrt", "Log", "Reciprocal") or (operator_name(node) == "Div" and index == 1)

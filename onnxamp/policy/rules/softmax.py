@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnxamp.model.signatures import operator_name
 from onnxamp.policy import codes
 from onnxamp.policy.facts import Facts
 from onnxamp.policy.marks import Marks
@@ -17,21 +18,21 @@ def softmaxes(marks: Marks) -> None:
     """
     facts = marks.facts
     for node in facts.graph.of:
-        if node.op_type == "Div" and (total := _sum_of_exponentials(facts, node.inputs[1])):
+        if operator_name(node) == "Div" and (total := _sum_of_exponentials(facts, node.inputs[1])):
             if facts.through_moves(node.inputs[0]) is total[1].outputs[0]:  # type: ignore[arg-type]
                 _mark(marks, codes.SOFTMAX, node, *total)
-        elif node.op_type == "Log" and (total := _sum_of_exponentials(facts, node.inputs[0])):
+        elif operator_name(node) == "Log" and (total := _sum_of_exponentials(facts, node.inputs[0])):
             _mark(marks, codes.LOG_SUM_EXP, node, *total)
 
 
 def _sum_of_exponentials(facts: Facts, value: ir.Value | None) -> tuple[ir.Node, ir.Node] | None:
     node = facts.through_moves(value).producer() if value is not None else None
-    if node is not None and node.op_type in ("Add", "Max", "Clip") and node.inputs[0] is not None:  # an epsilon
+    if node is not None and operator_name(node) in ("Add", "Max", "Clip") and node.inputs[0] is not None:  # an epsilon
         node = facts.through_moves(node.inputs[0]).producer()
-    if node is None or node.op_type != "ReduceSum" or node.inputs[0] is None:
+    if node is None or operator_name(node) != "ReduceSum" or node.inputs[0] is None:
         return None
     exponential = facts.through_moves(node.inputs[0]).producer()
-    return (node, exponential) if exponential is not None and exponential.op_type == "Exp" else None
+    return (node, exponential) if exponential is not None and operator_name(exponential) == "Exp" else None
 
 
 def _mark(marks: Marks, code: str, *nodes: ir.Node) -> None:
@@ -40,7 +41,7 @@ def _mark(marks: Marks, code: str, *nodes: ir.Node) -> None:
         marks.node(node, code, end=end)
     exponent = nodes[-1].inputs[0]
     difference = exponent.producer() if exponent is not None else None
-    if difference is not None and difference.op_type == "Sub":
+    if difference is not None and operator_name(difference) == "Sub":
         marks.node(difference, code, end=end)
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import Unit
 from onnxamp.policy import codes
-from onnxamp.policy.legality import operator_name
 from onnxamp.policy.marks import Marks
 from onnxamp.policy.operators import Kind, Range, operator
 from onnxamp.policy.rules.norms import squared
@@ -34,12 +34,12 @@ def expanded(marks: Marks) -> None:
         node = unit.node
         if node is None or not unit.writes:
             continue
-        if node.op_type == "Mul" and (base := squared(facts, node)) is not None and base in facts.graph.writer:
+        if operator_name(node) == "Mul" and (base := squared(facts, node)) is not None and base in facts.graph.writer:
             if _observed_small(marks, unit.writes):
                 continue
             marks.node(node, codes.EXPANDED, origin="a square")
             difference = facts.through_moves(base).producer()
-            if difference is not None and difference.op_type == "Sub":
+            if difference is not None and operator_name(difference) == "Sub":
                 marks.node(difference, codes.EXPANDED, origin="the difference that is squared")
         elif not _expands(marks, node):
             continue
@@ -51,7 +51,7 @@ def expanded(marks: Marks) -> None:
 def _expands(marks: Marks, node: ir.Node) -> bool:
     if operator(node).range is not Range.EXPANDS:
         return False
-    if node.op_type != "Pow":
+    if operator_name(node) != "Pow":
         return True
     exponent = marks.facts.scalar(node.inputs[1])
     return exponent is None or abs(exponent) > 1
@@ -69,7 +69,7 @@ def large_factors(marks: Marks) -> None:
         node = unit.node
         if (
             node is None
-            or node.op_type not in ("Add", "Sub", "Mul", "Div")
+            or operator_name(node) not in ("Add", "Sub", "Mul", "Div")
             or unit in marks.masks.region
             or not facts.computed(unit)
         ):
@@ -78,10 +78,10 @@ def large_factors(marks: Marks) -> None:
             if read.value not in facts.constants:
                 continue
             factor = facts.extent(read.value).largest
-            if node.op_type == "Div" and read.index == 1:
+            if operator_name(node) == "Div" and read.index == 1:
                 number = facts.scalar(read.value)
                 factor = 1 / abs(number) if number and facts.low.name == "fp16" else 0.0
-            elif facts.low.name == "bf16" and node.op_type in ("Mul", "Div"):
+            elif facts.low.name == "bf16" and operator_name(node) in ("Mul", "Div"):
                 factor = 0.0  # bf16 has the range; products lose nothing
             if limit <= factor < math.inf:
                 marks.fp32(unit, codes.LARGE_FACTOR, constant=read.value.name, size=factor, limit=limit)
@@ -94,7 +94,7 @@ def user_islands(marks: Marks) -> None:
     """What follows a Cast to fp32 that the source had, up to the next heavy operator: someone wanted it in fp32."""
     seeds: list[tuple[ir.Value, str]] = []
     for node, units in marks.facts.graph.of.items():
-        if node.op_type == "Cast" and [unit.dtype.bitwidth for unit in units] == [16, 32]:
+        if operator_name(node) == "Cast" and [unit.dtype.bitwidth for unit in units] == [16, 32]:
             marks.fp32(units[1], codes.USER_ISLAND)
             seeds.extend((value, "a Cast in the source") for value in units[1].writes)
     _spread(marks, seeds, codes.USER_ISLAND)

@@ -15,7 +15,7 @@ from typing import Any
 import onnx.defs
 import onnx_ir as ir
 
-from onnxamp.model.signatures import Formal, Signature
+from onnxamp.model.signatures import Formal, Signature, operator_name
 
 _NAMES = {
     ir.DataType.FLOAT: "float",
@@ -51,8 +51,8 @@ class TargetTable:
         """Whether the target computes `node` with the type variables bound to `types`; those not named keep the source's type."""
         if self._kernels is None:
             low = {_short(dtype) for dtype in types.values()}
-            return not any(node.op_type in self._without.get(dtype, {}) for dtype in low)
-        if node.op_type in _WITHOUT_KERNEL:
+            return not any(operator_name(node) in self._without.get(dtype, {}) for dtype in low)
+        if operator_name(node) in _WITHOUT_KERNEL:
             return True
         if not self._rows(node):
             return self._computes_body(node, signature, {_name(dtype) for dtype in types.values()} & _LOW)
@@ -96,7 +96,7 @@ class TargetTable:
 
     def reason(self, node: ir.Node, dtype: str) -> str | None:
         """What a list of gaps says of `node` in `dtype`."""
-        return self._without.get(dtype, {}).get(node.op_type)
+        return self._without.get(dtype, {}).get(operator_name(node))
 
     def _rows(self, node: ir.Node) -> list[tuple[int, int | None, dict[str, list[str]]]]:
         assert self._kernels is not None
