@@ -154,8 +154,8 @@ def classify(model: ir.Model) -> Parameters:
         if tensor is None or tensor.dtype not in FLOATS:
             continue
         uses = tuple(dict.fromkeys(_uses(value)))
-        kind, reason = _class(uses)
         shape = tuple(int(size) for size in tensor.shape.numpy())
+        kind, reason = ("frozen", "no elements") if 0 in shape else _class(uses)
         classes[kind].append(Parameter(str(value.name), tensor.dtype, shape, uses, reason))
         nodes = tuple(dict.fromkeys(use.node for use in uses))
         if kind == "trainable" and len(nodes) > 1:

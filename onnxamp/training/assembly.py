@@ -222,7 +222,9 @@ def _choose(forward: Forward, found: Parameters, arguments: _Arguments) -> tuple
     wanted, frozen = set(), {}
     for parameter in possible:
         group = group_of(parameter.name, arguments.groups)
-        if any(matches(pattern, parameter.name) for pattern in arguments.trainable):
+        if parameter.size == 0:
+            frozen[parameter.name] = "no elements"
+        elif any(matches(pattern, parameter.name) for pattern in arguments.trainable):
             wanted.add(parameter.name)
         elif any(matches(pattern, parameter.name) for pattern in arguments.frozen):
             frozen[parameter.name] = "frozen by name"

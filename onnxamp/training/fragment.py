@@ -66,6 +66,11 @@ class Fragment(Builder):
         """|value| ≤ FLT_MAX; NaN is not (there is no IsFinite operator)."""
         return self.LessOrEqual(self.Abs(value), FLOAT_MAX)
 
+    def count(self, value: ir.Value, axes: Sequence[int]) -> float | ir.Value:
+        """Number of elements over `axes`: a number when static, else an FP32 scalar, whatever the type of `value`."""
+        count = super().count(value, axes)
+        return self.cast(count, FLOAT) if isinstance(count, ir.Value) else count
+
     def sum_all(self, value: ir.Value) -> ir.Value:
         """Sum of all elements, as a scalar."""
         return self.emit("ReduceSum", [value], {"keepdims": 0})[0] if value.shape is None or len(value.shape) else value

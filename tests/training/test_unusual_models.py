@@ -1,0 +1,66 @@
+"""Models that are valid and rare: inputs of other types than FP32, parameters without elements."""
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnxamp.training import build
+from onnxamp.training.optimizers import SGD
+
+W = np.arange(12, dtype=np.float32).reshape(4, 3) / 8 - 0.5
+
+
+def _model(nodes, inputs, outputs, initializers):
+    graph = helper.make_graph(
+        nodes,
+        "unusual",
+        [helper.make_tensor_value_info(*each) for each in inputs],
+        [helper.make_tensor_value_info(*each) for each in outputs],
+        [numpy_helper.from_array(value, name) for name, value in initializers.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+INPUTS = {
+    "float64": (TensorProto.DOUBLE, np.float64),
+    "float16": (TensorProto.FLOAT16, np.float16),
+    "bfloat16": (TensorProto.BFLOAT16, ml_dtypes.bfloat16),
+    "int32": (TensorProto.INT32, np.int32),
+    "uint8": (TensorProto.UINT8, np.uint8),
+    "bool": (TensorProto.BOOL, np.bool_),
+}
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize(("kind", "dtype"), INPUTS.values(), ids=INPUTS)
+def test_rows_are_counted_on_inputs_of_any_type(drive, kind, dtype, level):
+    nodes = [helper.make_node("Cast", ["x"], ["xf"], to=1), helper.make_node("MatMul", ["xf", "w"], ["y"])]
+    model = _model(nodes, [("x", kind, ["N", 4])], [("y", TensorProto.FLOAT, ["N", 3])], {"w": W})
+    driver = drive(build(model, loss="mse", optimizer=SGD(lr=0.1), level=level, loss_scale=1.0))
+    x = np.random.default_rng(0).integers(0, 2, (6, 4)).astype(dtype)
+    report = driver.step({"x": x, "labels": np.zeros((6, 3), np.float32)})
+    features = x.astype(np.float32)
+    assert report["rows"] == 6
+    assert report["loss"] == pytest.approx(np.mean((features @ W) ** 2), rel=2e-3)
+    slope = features.T @ (features @ W) * 2 / 18
+    np.testing.assert_allclose(driver.view("master/w"), W - 0.1 * slope, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_parameter_without_elements_does_not_train(drive, level):
+    nodes = [
+        helper.make_node("MatMul", ["x", "none"], ["nothing"]),
+        helper.make_node("Concat", ["x", "nothing"], ["all"], axis=1),
+        helper.make_node("MatMul", ["all", "w"], ["y"]),
+    ]
+    constants = {"none": np.zeros((4, 0), np.float32), "w": W}
+    model = _model(nodes, [("x", TensorProto.FLOAT, ["N", 4])], [("y", TensorProto.FLOAT, ["N", 3])], constants)
+    bundle = build(model, loss="mse", optimizer=SGD(lr=0.1), level=level, loss_scale=1.0, trainable="*")
+    assert bundle.manifest.frozen == {"none": "no elements"}
+    x = np.ones((2, 4), np.float32)
+    report = drive(bundle).step({"x": x, "labels": np.zeros((2, 3), np.float32)})
+    assert report["loss"] == pytest.approx(np.mean((x @ W) ** 2), rel=2e-3)
