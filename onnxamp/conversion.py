@@ -249,7 +249,7 @@ def _convert(
     keep_shapes: bool,
 ) -> ConvertResult:
     model = io.load(source)
-    refuse_other_options(model, options)
+    refuse_other_options(model, options, ranges)
     declared = {value: value.shape for value in all_values(model.graph)}
     if options.level == "O0" or converted_with(model) is not None:
         types.infer(model)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
@@ -22,7 +24,8 @@ class AnnotatePass(ir.passes.InPlacePass):
 
     1. Nodes that compute with floats: ``onnxamp.precision``, ``onnxamp.code``; ``onnxamp.evidence`` (JSON) unless it is empty;
        ``onnxamp.operands`` (JSON, precision by type variable) unless all are the node's.
-    2. The model: ``onnxamp.version``, ``onnxamp.level``, ``onnxamp.dtype``, ``onnxamp.target``, ``onnxamp.options`` (canonical JSON).
+    2. The model: ``onnxamp.version``, ``onnxamp.level``, ``onnxamp.dtype``, ``onnxamp.target``, ``onnxamp.options`` (canonical JSON),
+       and if ranges were given ``onnxamp.ranges`` (their SHA-256).
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -45,6 +48,8 @@ class AnnotatePass(ir.passes.InPlacePass):
             "target": options.target,
             "options": options.to_json(),
         }
+        if self.plan.ranges:
+            notes["ranges"] = _fingerprint(self.plan.ranges)
         model.metadata_props.update({_PREFIX + key: text for key, text in notes.items()})
         return ir.passes.PassResult(model, modified=True)
 
@@ -54,11 +59,11 @@ def converted_with(model: ir.Model) -> str | None:
     return model.metadata_props.get(_PREFIX + "options")
 
 
-def refuse_other_options(model: ir.Model, options: Options) -> None:
+def refuse_other_options(model: ir.Model, options: Options, ranges: Mapping[str, float] | None = None) -> None:
     """Refuse to convert a converted model in another way.
 
     Raises:
-        UsageError: It was made with other options.
+        UsageError: It was made with other options or other ranges.
     """
     made = converted_with(model)
     if made is not None and made != options.to_json():
@@ -66,6 +71,15 @@ def refuse_other_options(model: ir.Model, options: Options) -> None:
         raise UsageError(
             f"The model was already converted by onnxamp, with level {level}, {dtype} and other options than these; convert the original."
         )
+    if made is not None and model.metadata_props.get(_PREFIX + "ranges") != (_fingerprint(ranges) if ranges else None):
+        raise UsageError(
+            "The model was already converted by onnxamp, with other calibrated ranges than now; convert the original."
+        )
+
+
+def _fingerprint(ranges: Mapping[str, float]) -> str:
+    text = json.dumps({name: float(size) for name, size in ranges.items()}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def recorded_plan(model: ir.Model, options: Options) -> Plan:

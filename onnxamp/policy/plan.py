@@ -91,6 +91,7 @@ class Plan:
         clamped: Mask constants to clamp, in every precision in which they are used.
         traffic: Modelled bytes.
         dims: The sizes that the traffic model took for unknown dimensions, by name.
+        ranges: The largest sizes of values by name that were given.
     """
 
     graph: TypeGraph
@@ -99,6 +100,7 @@ class Plan:
     clamped: dict[ir.Value, Clamp] = dataclasses.field(default_factory=dict)
     traffic: Bytes = Bytes(0, 0, 0)
     dims: dict[str, int] = dataclasses.field(default_factory=dict)
+    ranges: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def nodes(self) -> dict[ir.Node, NodeDecision]:
@@ -140,7 +142,8 @@ def make_plan(graph: TypeGraph, options: Options, ranges: Mapping[str, float] | 
         UsageError: The options contradict each other, or name a node that cannot be what they ask for.
     """
     if options.level == "O0":
-        return Plan(graph, options, {unit: Decision(BY_IR[unit.dtype].name, codes.LEVEL_O0) for unit in graph.units})
+        untouched = {unit: Decision(BY_IR[unit.dtype].name, codes.LEVEL_O0) for unit in graph.units}
+        return Plan(graph, options, untouched, ranges=ranges or {})
     target = targets.table(options.target)
     facts = Facts(graph, options.low, ranges)
     decisions = _interface(graph, options)
@@ -187,6 +190,7 @@ def make_plan(graph: TypeGraph, options: Options, ranges: Mapping[str, float] | 
         _clamps(marks, ordered),
         Bytes(model.bytes(lambda unit: unit.dtype), before, _bytes(model, options, ordered)),
         model.dims,
+        ranges or {},
     )
 
 

@@ -55,6 +55,16 @@ def test_modelled_traffic_is_that_of_the_file(level: str, weights: str, io: str)
     assert result.summary.casts["low"] > 0 or io == "low"
 
 
+def test_ranges_count_on_a_converted_model() -> None:
+    source = parsed("g (float[2,4] x) => (float[2,4] y) { h = MatMul(x, x) y = Relu(h) }".replace("[2,4]", "[4,4]"))
+    plain = onnxamp.convert(source)
+    seen = onnxamp.convert(source, ranges={"h": 9e4})
+    assert onnxamp.convert(seen.model, ranges={"h": 9e4}).summary == seen.summary
+    for model, ranges in ((plain.model, {"h": 9e4}), (seen.model, None), (seen.model, {"h": 8e4})):
+        with pytest.raises(UsageError, match="other calibrated ranges"):
+            onnxamp.convert(model, ranges=ranges)
+
+
 def test_an_overridable_input_keeps_its_type(tmp_path: pathlib.Path, judge: types.ModuleType) -> None:
     source = parsed("g (float[2,4] x, float[4,4] w) => (float[2,4] y) { y = MatMul(x, w) }")
     source.graph.initializer.append(numpy_helper.from_array(np.eye(4, dtype=np.float32), "w"))
