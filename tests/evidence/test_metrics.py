@@ -126,3 +126,16 @@ def test_tolerances_as_text() -> None:
             parse([entry])
     with pytest.raises(UsageError, match="kosine"):
         DEFAULTS["fp16"].replaced({"kosine": 1})
+
+
+def test_divergence_of_distributions_and_of_logits() -> None:
+    from scipy.special import rel_entr, softmax
+
+    rng = np.random.default_rng(3)
+    r = rng.standard_normal((5, 7))
+    c = r + 0.1 * rng.standard_normal((5, 7))
+    want = rel_entr(softmax(r, -1), softmax(c, -1)).sum(-1).mean()
+    assert difference(r, c, with_kl=True).kl == pytest.approx(want)
+    assert difference(softmax(r, -1), softmax(c, -1), with_kl=True).kl == pytest.approx(want, rel=1e-6)
+    assert difference(r, c).kl is None
+    assert difference(r[0], c[0], with_kl=True).kl is None
