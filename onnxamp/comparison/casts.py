@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onnxamp.comparison.records import CastChange, Change
 from onnxamp.comparison.side import Side, type_name
 from onnxamp.dtypes import BY_IR
+from onnxamp.model.tensors import cast_target
 
 
 def elements(shape: ir.Shape | None) -> tuple[int | None, bool]:
@@ -36,7 +37,7 @@ def describe(side: Side, node: ir.Node, change: Change, others: Mapping[ir.Value
     """The record of a Cast of `side`; `others` are the values of the other model, by those of this one."""
     read, result = node.inputs[0], node.outputs[0]
     assert read is not None
-    target = ir.DataType(node.attributes["to"].as_int())
+    target = cast_target(node)
     shape = result.shape if result.shape is not None else read.shape
     source = read.dtype
     size = traffic(node)
@@ -63,7 +64,7 @@ def traffic(node: ir.Node) -> int | None:
     count, _ = elements(result.shape if result.shape is not None else read.shape)
     if count is None:
         return None
-    kinds = read.dtype or ir.DataType.FLOAT, ir.DataType(node.attributes["to"].as_int())
+    kinds = read.dtype or ir.DataType.FLOAT, cast_target(node) or ir.DataType.FLOAT
     return count * sum(kind.bitwidth // 8 for kind in kinds)
 
 
@@ -76,7 +77,7 @@ def redundant(side: Side, node: ir.Node) -> str:
     """
     read, result = node.inputs[0], node.outputs[0]
     assert read is not None
-    target = node.attributes["to"].as_int()
+    target = cast_target(node)
     if read.dtype is not None and read.dtype == target:
         return "it changes no type"
     if not result.uses() and not result.is_graph_output():
@@ -87,7 +88,7 @@ def redundant(side: Side, node: ir.Node) -> str:
             and other in side.index
             and side.is_cast(other)
             and side.scope[other] is side.scope[node]
-            and other.attributes["to"].as_int() == target
+            and cast_target(other) == target
             and side.index[other] < side.index[node]
         ):
             return f"it repeats {other.name or other.outputs[0].name}"
@@ -96,7 +97,7 @@ def redundant(side: Side, node: ir.Node) -> str:
         origin = producer.inputs[0]
         assert origin is not None
         if origin.dtype == target and read.dtype in BY_IR and target in BY_IR:
-            if BY_IR[ir.DataType(target)].bits < BY_IR[read.dtype].bits:
+            if BY_IR[target].bits < BY_IR[read.dtype].bits:
                 return f"it undoes {producer.name or read.name}"
             return f"with {producer.name or read.name} it only rounds {origin.name}"
     return ""

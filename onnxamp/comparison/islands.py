@@ -10,6 +10,7 @@ from onnxamp.comparison.casts import traffic
 from onnxamp.comparison.records import Change, Island, counted
 from onnxamp.comparison.side import Side
 from onnxamp.dtypes import LOW
+from onnxamp.model.tensors import cast_target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +49,14 @@ def regions(side: Side) -> list[Region]:
     for cast in side.casts:
         read = cast.inputs[0]
         assert read is not None
-        if cast.attributes["to"].as_int() == ir.DataType.FLOAT and (read.dtype in LOW or read.dtype is None):
+        if cast_target(cast) == ir.DataType.FLOAT and (read.dtype in LOW or read.dtype is None):
             members = [reader for reader in cast.outputs[0].consumers() if reader in parent]
             for member in members[1:]:
                 parent[find(member)] = find(members[0])
     for cast in side.casts:
         read = cast.inputs[0]
         assert read is not None
-        if cast.attributes["to"].as_int() in LOW:
+        if cast_target(cast) in LOW:
             if (producer := read.producer()) in parent and _reaches_low(side, cast):
                 assert producer is not None
                 leaving.setdefault(find(producer), []).append(cast)

@@ -24,6 +24,7 @@ import onnx_ir as ir
 
 from onnxamp.comparison import structure
 from onnxamp.comparison.side import Scope, Side, attributes_key, bodies, operator
+from onnxamp.model.tensors import cast_target
 
 Reader = tuple[ir.Node, int]
 
@@ -376,7 +377,7 @@ def _cast_names(node: ir.Node) -> Hashable:
 
 def _cast_types(node: ir.Node) -> tuple[Hashable, ...]:
     assert node.inputs[0] is not None
-    return (node.inputs[0].dtype, node.attributes["to"].as_int())
+    return (node.inputs[0].dtype, cast_target(node))
 
 
 def _real_inputs(scope: Scope) -> list[ir.Value]:

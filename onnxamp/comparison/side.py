@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from onnxamp.comparison.records import NodeRef
 from onnxamp.dtypes import BY_IR, LOW
+from onnxamp.model.tensors import cast_target
 from onnxamp.model.units import SHAPE_ONLY
 
 Body = ir.Graph | ir.Function
@@ -167,10 +168,9 @@ class Side:
         """Whether a node is a Cast between fp32, fp16 and bf16. An untyped operand counts as float if the target is 16-bit."""
         if node.op_type != "Cast" or node.domain not in ("", "ai.onnx") or len(node.inputs) != 1 or not node.inputs[0]:
             return False
-        attribute = node.attributes.get("to")
-        if attribute is None or attribute.is_ref():
+        target, source = cast_target(node), node.inputs[0].dtype
+        if target is None:
             return False
-        target, source = ir.DataType(attribute.as_int()), node.inputs[0].dtype
         if "onnxamp.cast" in node.metadata_props:
             return True
         return target in BY_IR and (source in BY_IR or (source is None and target in LOW))

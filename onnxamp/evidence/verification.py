@@ -27,6 +27,7 @@ from onnxamp.evidence.tolerance import DEFAULTS, Tolerance
 from onnxamp.evidence.values import Fetcher, matched
 from onnxamp.model import io
 from onnxamp.model.preparation import prepared
+from onnxamp.model.signatures import standard_opset
 from onnxamp.ort import worker
 from onnxamp.ort.session import SessionConfig, open_session, run
 from onnxamp.passes.emulate import emulate
@@ -118,6 +119,11 @@ def verify(
     ours, theirs = prepared(reference), prepared(candidate)
     _same_interface(ours, theirs)
     precision = precision_of(theirs)
+    if precision != "fp32" and standard_opset(theirs) < 6:
+        raise UnsupportedError(
+            f"ONNX Runtime casts from opset 6 on and the candidate has {standard_opset(theirs)}: raise the opset of the original with "
+            "onnx.version_converter and convert that."
+        )
     bounds = _bounds(tolerance, precision)
     config = SessionConfig(provider=provider)
     judged = [emulate(model) if precision_of(model) != "fp32" else model for model in (ours, theirs)]

@@ -42,7 +42,7 @@ def load(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, *, sort: b
         sort: Whether to put nodes that stand before what they read behind it (see `in_order`).
 
     Raises:
-        UsageError: There is no such file.
+        UsageError: There is no such file, or the source is something else.
         ModelError: The model is damaged, incomplete or not a valid graph.
         UnsupportedError: It is newer than the installed onnx, or carries a training graph.
     """
@@ -56,6 +56,8 @@ def load(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, *, sort: b
     if isinstance(source, onnx.ModelProto):
         proto = source
     else:
+        if not isinstance(source, (str, os.PathLike)):
+            raise UsageError(f"A model is a path, a ModelProto or an ir.Model, not a {type(source).__name__}.")
         path = pathlib.Path(source)
         folder = path.absolute().parent
         proto = _parse(path)

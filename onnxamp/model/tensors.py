@@ -126,3 +126,21 @@ def is_external(tensor: ir.TensorProtocol | None) -> bool:
     while isinstance(tensor, ConvertedTensor):
         tensor = tensor.source
     return isinstance(tensor, ir.ExternalTensor)
+
+
+def cast_target(node: ir.Node) -> ir.DataType | None:
+    """The type that a Cast casts to; before opset 6 it is given by name. None if it is open or unknown."""
+    attribute = node.attributes.get("to")
+    if attribute is None or attribute.is_ref():
+        return None
+    if attribute.type == ir.AttributeType.STRING:
+        return ir.DataType.__members__.get(attribute.as_string().upper())
+    try:
+        return ir.DataType(attribute.as_int())
+    except ValueError:
+        return None
+
+
+def cast_attribute(kind: ir.DataType, opset: int) -> ir.Attr:
+    """The attribute of a Cast to `kind` in that version of ai.onnx."""
+    return ir.AttrString("to", kind.name) if opset < 6 else ir.AttrInt64("to", kind.value)

@@ -7,6 +7,7 @@ import onnx_ir as ir
 from onnxamp.dtypes import BY_NAME, LOW
 from onnxamp.errors import UnsupportedError
 from onnxamp.model.signatures import standard_opset
+from onnxamp.model.tensors import cast_attribute
 from onnxamp.model.units import Read
 from onnxamp.passes.names import Names
 from onnxamp.policy.plan import Plan
@@ -62,12 +63,11 @@ class InsertCastsPass(ir.passes.InPlacePass):
                 f"{value.name!r} has to be cast to bf16, which Cast can from opset 13 on; the model has {self._opset}: raise its opset."
             )
         name = self._names.value(value.name, kind)
-        to = ir.AttrString("to", kind.name) if self._opset < 6 else ir.AttrInt64("to", kind.value)
         node = ir.Node(
             "",
             "Cast",
             [value],
-            [to],
+            [cast_attribute(kind, self._opset)],
             outputs=[ir.Value(name=name, type=ir.TensorType(kind), shape=value.shape)],
             name=self._names.node(name),
             metadata_props={"onnxamp.cast": "low" if kind in LOW else "fp32", "onnxamp.source": value.name},

@@ -19,14 +19,18 @@ that is not in the interface keeps its name, and holds the rounded value in fp32
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from onnxamp.dtypes import LOW
 from onnxamp.errors import UnsupportedError
+from onnxamp.model import io
 from onnxamp.model.preparation import prepare
 from onnxamp.model.signatures import signature
+from onnxamp.model.tensors import cast_attribute
 from onnxamp.model.units import all_values
 
 # Each result element is an element of an operand or a constant that is exact in the type, so it needs no rounding.
@@ -42,17 +46,18 @@ MOVES = frozenset(_MOVES.split())
 _TYPE_ATTRIBUTES = ("dtype", "output_dtype", "output_datatype", "stash_type", "softmax_precision")
 
 
-def emulate(model: ir.Model) -> ir.Model:
+def emulate(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Model:
     """A new fp32 model with the rounding of `model`'s 16-bit values made explicit; `model` is not changed.
 
     Args:
-        model: Any model: converted, training graph, or one that was exported in 16 bits.
+        model: A path, a `ModelProto` or an `ir.Model`: converted, training graph, or one that was exported in 16 bits.
 
     Raises:
+        ModelError: The model is damaged.
         UnsupportedError: A 16-bit sequence in the interface below opset 17, a 16-bit optional there, or a function that
             cannot be inlined.
     """
-    result = model.clone()
+    result = io.load(model)
     # Shapes stay as declared: a runtime infers the others, and one that inference got wrong would misguide it.
     declared = {value: value.shape for value in all_values(result.graph)}
     prepare(result)
@@ -215,9 +220,8 @@ class _Emulation:
 
     def cast(self, value: ir.Value | None, out: ir.Value, kind: ir.DataType) -> ir.Node:
         """A new Cast node with a name of its own (ONNX Runtime refuses two nodes of one name)."""
-        return ir.Node(
-            "", "Cast", [value], [ir.AttrInt64("to", int(kind))], outputs=[out], name=self.node_name(f"{out.name}/cast")
-        )
+        to = cast_attribute(kind, self.model.opset_imports.get("", 1))
+        return ir.Node("", "Cast", [value], [to], outputs=[out], name=self.node_name(f"{out.name}/cast"))
 
     def node_name(self, name: str) -> str:
         """`name`, with a number behind it if a node has it."""

@@ -43,6 +43,12 @@ def body_reads_nothing() -> onnx.ModelProto:
     )
 
 
+def branch_hands_out_an_outer_value() -> onnx.ModelProto:
+    return parsed(
+        "g (bool c, float x) => (float y) { h = Neg(x) y = If (c) <then_branch = t () => (float h) { }, else_branch = e () => (float b) { b = Relu(h) }> }"
+    )
+
+
 def sparse_outside() -> onnx.ModelProto:
     model = plain()
     values = numpy_helper.from_array(np.ones(1, np.float32), "s")
@@ -61,6 +67,7 @@ def sparse_huge() -> onnx.ModelProto:
 # fmt: off
 # ruff: noqa: E501
 BROKEN = {
+    "outer value as output of a branch": (branch_hands_out_an_outer_value, ModelError, "'h' of graph 't'.*Identity"),
     "cycle": (
         lambda: parsed("g (float x) => (float y) { a = Add(x, b)  b = Relu(a)  y = Neg(b) }"),
         ModelError,
