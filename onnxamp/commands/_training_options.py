@@ -29,7 +29,7 @@ _OPTIONS = (
     click.option("--ignore-index", type=int, help="Label that counts nothing, of cross_entropy.  [default: -100]"),
     click.option("--class-weights", metavar="W,W,...", help="A weight per class, of cross_entropy."),
     click.option("--probabilities", is_flag=True, default=None, help="Labels of cross_entropy are probabilities."),
-    click.option("--class-axis", type=int, help="Class dimension of the logits.  [default: last of 3, else 1]"),
+    click.option("--class-axis", type=int, help="Class dimension of the logits.  [default: 1; of 3 what the model shows]"),
     click.option("--pos-weight", metavar="W[,W...]", help="Weight of positive answers, of the binary loss."),
     click.option("--delta", type=float, help="Of huber.  [default: 1]"),
     click.option("--optimizer", default="adamw", show_default=True, metavar="NAME", help="sgd, adam, adamw or rmsprop."),

@@ -30,6 +30,7 @@ from onnxamp.training.steps import Recipe, reduce_graph, update_graph
 
 PATIENCE = 50
 """Windows skipped in a row at the lowest loss scale before a run should stop."""
+_UNSURE = "not surely a parameter"
 
 
 def build(
@@ -150,12 +151,15 @@ class _Arguments:
 
 def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
     forward = prepare(source, arguments.loss, arguments.output)
+    arguments = dataclasses.replace(arguments, loss=forward.loss)
     found = classify(forward.model)
     chosen, frozen = _choose(forward, found, arguments)
     norms = _trained_norms(forward.model.graph, chosen, arguments.batch_norm)
-    model = forward.model
+    model, notes = forward.model, list(forward.notes)
     if arguments.amp.level != "O0":
-        model = conversion.mixed(forward.model, arguments.amp).model
+        converted = conversion.mixed(forward.model, arguments.amp)
+        model = converted.model
+        notes += converted.warnings
     task = Task(
         model=model,
         loss=arguments.loss,
@@ -177,7 +181,14 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
     evaluation, eval_ports = eval_graph(trained, [name for name, _ in grad.statistics])
     reduction, reduce_ports = reduce_graph(recipe, layout)
     update, update_ports = update_graph(recipe, reduce_ports)
-    notes = list(forward.notes)
+    # A single number is hardly ever a parameter: no word about those.
+    unsure = [p.name for p in found.unsure if p.size > 1 and frozen.get(p.name, "").startswith(_UNSURE)]
+    if unsure:
+        tensors = "float tensor is" if len(unsure) == 1 else "float tensors are"
+        notes.append(
+            f"{len(unsure)} {tensors} not trained: {_few(unsure)} (--trainable {unsure[0]} trains it; `onnxamp check` "
+            "lists all)."
+        )
     if unreached:
         notes.append(f"{len(unreached)} parameters do not reach the loss and stay as they are: {_few(unreached)}.")
     tied = [name for name in trained.parameters if name in found.tied]
@@ -233,7 +244,7 @@ def _choose(forward: Forward, found: Parameters, arguments: _Arguments) -> tuple
         elif parameter.name in default:
             wanted.add(parameter.name)
         else:
-            frozen[parameter.name] = f"not surely a parameter: {parameter.reason}"
+            frozen[parameter.name] = f"{_UNSURE}: {parameter.reason}"
     chosen = [name for name in forward.model.graph.initializers if name in wanted]
     if not chosen:
         raise UsageError("No parameter trains: name some with trainable, or freeze fewer.")

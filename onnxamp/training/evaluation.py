@@ -26,8 +26,7 @@ def evaluation_graph(
         level: The level to convert `model` to.
         dtype: The 16-bit type.
     """
-    loss = choices.loss(options["loss"])
-    forward = prepare(model, loss, options["output"])
+    forward = prepare(model, choices.loss(options["loss"]), options["output"])
     mixed = forward.model
     if level != "O0":
         names = ("keep", "keep_op", "lower", "lower_op")
@@ -35,7 +34,7 @@ def evaluation_graph(
         mixed = conversion.mixed(mixed, Options(level=level, dtype=dtype, target=options["target"], **chosen)).model
     task = Task(
         model=mixed,
-        loss=loss,
+        loss=forward.loss,
         prediction=forward.prediction,
         outputs=forward.outputs,
         rows=forward.rows,

@@ -23,10 +23,12 @@ class Forward:
         prediction: Name of the output that the loss reads (or that is the loss).
         outputs: Names of the user's outputs; `prediction` may be another one.
         rows: Name of the input whose first dimension counts rows.
+        loss: The loss, with the class axis that the model shows.
         notes: What a user should know.
     """
 
     model: ir.Model
+    loss: Loss | ModelOutput
     prediction: str
     outputs: tuple[str, ...]
     rows: str
@@ -41,6 +43,7 @@ def prepare(source: ir.Model, loss: Loss | ModelOutput, output: str | None = Non
     3. BatchNormalization and Dropout are in inference form, whatever mode they were exported in.
     4. The value that the loss reads is a graph output. A final Softmax (cross-entropy) or Sigmoid (binary cross-entropy) is
        left out: these losses read logits.
+    5. The class dimension of three-dimensional logits is that of this Softmax, else the one that `class_axis` finds.
 
     Raises:
         UsageError: There is no such output, or several to choose from.
@@ -66,10 +69,10 @@ def prepare(source: ir.Model, loss: Loss | ModelOutput, output: str | None = Non
     FoldIntegers()(model)
     types.infer(model)
     outputs = tuple(str(value.name) for value in model.graph.outputs)
-    prediction, notes = _prediction(model.graph, loss, output)
+    prediction, loss, notes = _prediction(model.graph, loss, output)
     if not prediction.is_graph_output():
         model.graph.outputs.append(prediction)
-    return Forward(model, str(prediction.name), outputs, _rows(model.graph), tuple(notes))
+    return Forward(model, loss, str(prediction.name), outputs, _rows(model.graph), tuple(notes))
 
 
 def _name_free_sizes(model: ir.Model) -> None:
@@ -115,7 +118,9 @@ def _inference_batch_norm(node: ir.Node) -> None:
     node.attributes.pop("training_mode", None)
 
 
-def _prediction(graph: ir.Graph, loss: Loss | ModelOutput, output: str | None) -> tuple[ir.Value, list[str]]:
+def _prediction(
+    graph: ir.Graph, loss: Loss | ModelOutput, output: str | None
+) -> tuple[ir.Value, Loss | ModelOutput, list[str]]:
     names = [str(value.name) for value in graph.outputs]
     wanted = output or (loss.name if isinstance(loss, ModelOutput) else None)
     if wanted is None:
@@ -130,19 +135,59 @@ def _prediction(graph: ir.Graph, loss: Loss | ModelOutput, output: str | None) -
     if isinstance(loss, ModelOutput):
         if value.shape is None or any(dim != 1 for dim in value.shape):
             raise UsageError(f"The output {wanted!r} is not a scalar, so it cannot be the loss: choose a loss for it.")
-        return value, []
-    return _logits(value, loss)
+        return value, loss, []
+    logits, final, notes = _logits(value, loss)
+    if isinstance(loss, CrossEntropy) and loss.axis is None and len(logits.shape or ()) == 3:
+        found = (
+            class_axis(logits)
+            if final is None
+            else (final.attributes.get_int("axis", -1) % 3, f"{final.op_type} runs over it")
+        )
+        if found is not None:
+            axis, why = found
+            loss = dataclasses.replace(loss, axis=axis)
+            notes.append(f"Dimension {axis} of {logits.name!r} is taken for the classes of cross_entropy: {why}.")
+    return logits, loss, notes
 
 
-def _logits(value: ir.Value, loss: Loss) -> tuple[ir.Value, list[str]]:
-    """The value that the loss reads: in front of a final Softmax or Sigmoid if the loss has its own."""
+def class_axis(logits: ir.Value) -> tuple[int, str] | None:
+    """The class dimension of (batch, tokens, classes) or (batch, classes, positions), and why; None if nothing tells.
+
+    1. What makes the logits tells: the last dimension of a product with a weight matrix, dimension 1 of a convolution; looked
+       for through sums, Casts and Transposes.
+    2. Of two dimensions the one of a fixed size, if the other is free.
+    """
+    value, axes = logits, [0, 1, 2]  # axes: where the dimensions of the logits are in `value`
+    while (node := value.producer()) is not None and node.domain == "":
+        source = node.inputs[0]
+        if node.op_type == "Add":
+            source = next((v for v in node.inputs if v is not None and not v.is_initializer()), None)
+        elif node.op_type == "Transpose" and "perm" in node.attributes:
+            perm = list(node.attributes["perm"].as_ints())
+            axes = [perm[axis] for axis in axes]
+        elif node.op_type == "MatMul" and node.inputs[1] is not None and len(node.inputs[1].shape or ()) == 2:
+            return axes.index(2), f"it is what {node.name!r} projects to"
+        elif node.op_type == "Conv":
+            return axes.index(1), f"it is the channels of {node.name!r}"
+        elif node.op_type not in ("Identity", "Cast"):
+            break
+        if source is None or len(source.shape or ()) != 3:
+            break
+        value = source
+    assert logits.shape is not None
+    fixed = [axis for axis in (1, 2) if isinstance(logits.shape[axis], int)]
+    return (fixed[0], "its size is fixed and the other's is not") if len(fixed) == 1 else None
+
+
+def _logits(value: ir.Value, loss: Loss) -> tuple[ir.Value, ir.Node | None, list[str]]:
+    """The value that the loss reads, in front of a final Softmax or Sigmoid if the loss has its own, and that node."""
     node = value.producer()
     while node is not None and node.domain == "" and node.op_type == "Identity":
         before = node.inputs[0]
         assert before is not None
         node = before.producer()
     if node is None or node.domain != "":
-        return value, []
+        return value, None, []
     if node.op_type == "Reshape" and len(value.shape or ()) == 2:
         # onnx's version converter turns a Softmax below opset 13 into Flatten, Softmax, Reshape; of a matrix these do nothing.
         inner = node.inputs[0].producer() if node.inputs[0] is not None else None
@@ -153,18 +198,18 @@ def _logits(value: ir.Value, loss: Loss) -> tuple[ir.Value, list[str]]:
     if isinstance(loss, CrossEntropy) and node.op_type in ("Softmax", "LogSoftmax"):
         rank = len(value.shape or ())
         axis = node.attributes.get_int("axis", -1) % max(rank, 1)
-        if rank and axis != loss.class_axis(value):
-            return value, []
+        undecided = rank == 3 and loss.axis is None
+        if rank and (axis == 0 if undecided else axis != loss.class_axis(value)):
+            return value, None, []
         name = "cross_entropy"
     elif isinstance(loss, BinaryCrossEntropyWithLogits) and node.op_type == "Sigmoid":
         name = "binary_cross_entropy_with_logits"
     else:
-        return value, []
+        return value, None, []
     logits = node.inputs[0]
     assert logits is not None
-    return logits, [
-        f"The output {value.name!r} is a {node.op_type}; {name} has its own, so it reads {logits.name!r}, the value before it."
-    ]
+    note = f"The output {value.name!r} is a {node.op_type}; {name} has its own, so it reads {logits.name!r}, the value before it."
+    return logits, node, [note]
 
 
 def _rows(graph: ir.Graph) -> str:

@@ -57,8 +57,8 @@ class CrossEntropy:
         ignore_index: Label that counts nothing (index labels only).
         label_smoothing: ε in [0, 1].
         target: ``indices`` (int64, without the class dimension) or ``probabilities`` (float, shape of the logits).
-        axis: The class dimension of the logits. None: the last of three dimensions (batch, tokens, classes), else 1 as in
-            PyTorch.
+        axis: The class dimension of the logits. None: 1, as in PyTorch; of three dimensions the one that the model shows
+            (`forward.class_axis`), as they may be (batch, tokens, classes) or (batch, classes, positions).
     """
 
     weight: tuple[float, ...] | None = None
@@ -101,7 +101,12 @@ class CrossEntropy:
     def class_axis(self, prediction: ir.Value) -> int:
         """The class dimension of `prediction`, counted from the front."""
         rank = len(_dims(prediction, "cross_entropy", least=2))
-        axis = self.axis if self.axis is not None else (2 if rank == 3 else 1)
+        axis = 1 if self.axis is None else self.axis
+        if self.axis is None and rank == 3:
+            raise UsageError(
+                f"Dimension 1 or 2 of {prediction.name!r}, of shape {prediction.shape}, may be the classes of cross_entropy: say "
+                "which with its axis (--class-axis); PyTorch takes 1, language models give 2."
+            )
         if not -rank <= axis < rank or axis % rank == 0:
             raise UsageError(f"axis={axis} is not a class dimension of the {rank} dimensions of {prediction.name!r}.")
         return axis % rank

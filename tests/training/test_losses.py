@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
 import torch.nn.functional as F
 
 from onnxamp.errors import UsageError
+from onnxamp.training.forward import prepare
 from onnxamp.training.fragment import FLOAT, INT64
 from onnxamp.training.losses import L1, MSE, BinaryCrossEntropyWithLogits, CrossEntropy, Huber
 
@@ -39,7 +41,7 @@ CASES = {
     "all smoothing": (CrossEntropy(label_smoothing=1.0), _logits(8, 4), _indices(8)),
     "class weights": (CrossEntropy(weight=WEIGHTS), _logits(8, 4), _indices(8)),
     "class weights and smoothing": (CrossEntropy(weight=WEIGHTS, label_smoothing=0.2), _logits(8, 4), _indices(8)),
-    "tokens": (CrossEntropy(label_smoothing=0.1), _logits(3, 5, 4), _indices(3, 5)),
+    "tokens": (CrossEntropy(label_smoothing=0.1, axis=2), _logits(3, 5, 4), _indices(3, 5)),
     "pixels": (CrossEntropy(weight=WEIGHTS, label_smoothing=0.1), _logits(2, 4, 3, 5), _indices(2, 3, 5)),
     "axis of three": (CrossEntropy(axis=1), _logits(2, 4, 5), _indices(2, 5)),
     "last axis of four": (CrossEntropy(axis=-1), _logits(2, 3, 5, 4), _indices(2, 3, 5)),
@@ -186,7 +188,7 @@ def test_what_a_loss_expects():
     def value(*shape):
         return ir.Value(name="logits", type=ir.TensorType(FLOAT), shape=ir.Shape(shape))
 
-    labels = CrossEntropy(ignore_index=7).labels(value("batch", "tokens", 50))
+    labels = CrossEntropy(ignore_index=7, axis=-1).labels(value("batch", "tokens", 50))
     assert (labels.dtype, labels.shape, labels.classes, labels.ignore_index) == ("int64", ("batch", "tokens"), 50, 7)
     assert CrossEntropy().labels(value("batch", 10, "h", "w")).shape == ("batch", "h", "w")
     assert CrossEntropy(target="probabilities").labels(value("batch", 10)).dtype == "float32"
@@ -199,6 +201,7 @@ def test_what_a_loss_expects():
         (lambda v: CrossEntropy().labels(v("batch")), "needs at least 2"),
         (lambda v: CrossEntropy(weight=(1.0, 2.0)).labels(v("batch", 3)), "2 class weights and 'logits' has 3"),
         (lambda v: CrossEntropy(axis=0).labels(v("batch", 3)), "axis=0"),
+        (lambda v: CrossEntropy().labels(v("batch", 5, 5)), "Dimension 1 or 2"),
         (lambda v: MSE().labels(v()), "needs at least 1"),
         (lambda v: CrossEntropy(label_smoothing=1.5), "between 0 and 1"),
         (lambda v: CrossEntropy(target="onehot"), "indices or probabilities"),
@@ -212,3 +215,34 @@ def test_bad_arguments(make, sentence):
 
     with pytest.raises(UsageError, match=sentence):
         make(value)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "body", "axis"),
+    [
+        ("float[n, 5, 4] x", "y = MatMul(x, w)", 2),
+        ("float[n, 5, 4] x", "h = MatMul(x, w) a = Add(b, h) y = Transpose<perm = [0, 2, 1]>(a)", 1),
+        ("float[n, 4, 5] x", "y = Conv(x, k)", 1),
+        ("float[n, 5, 4] x", "h = MatMul(x, w) y = LogSoftmax(h)", 2),
+        ("float[n, 4, 5] x", "h = Mul(x, one) y = Softmax<axis = 1>(h)", 1),
+        ("float[n, t, 4] x", "y = Mul(x, one)", 2),
+        ("float[n, 4, t] x", "y = Mul(x, one)", 1),
+        ("float[n, 5, 5] x", "y = Mul(x, one)", None),
+        ("float[n, 5, 5] x", "y = Softmax<axis = 0>(x)", None),
+    ],
+)
+def test_class_dimension_of_three_comes_from_the_model(inputs, body, axis):
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g ({inputs}) => (float[a, b, c] y) {{ {body} }}"""
+    model = onnx.parser.parse_model(text)
+    for name, shape in (("w", (4, 5)), ("b", (5,)), ("k", (6, 4, 1)), ("one", ())):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(shape, np.float32), name))
+    source = ir.from_proto(model)
+    if axis is None:
+        forward = prepare(source, CrossEntropy())
+        with pytest.raises(UsageError, match="Dimension 1 or 2"):
+            forward.loss.labels(next(v for v in forward.model.graph.outputs if v.name == forward.prediction))
+        assert prepare(source, CrossEntropy(axis=1)).loss.axis == 1
+        return
+    forward = prepare(source, CrossEntropy())
+    assert forward.loss.axis == axis
+    assert f"Dimension {axis} of" in forward.notes[-1]
