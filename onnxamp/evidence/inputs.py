@@ -9,7 +9,6 @@ import collections
 import dataclasses
 import os
 import pathlib
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -143,7 +142,7 @@ def _load(path: pathlib.Path) -> Any:
             with loaded:  # type: ignore[attr-defined]
                 return dict(loaded)
         return loaded
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as problem:
+    except Exception as problem:  # archives and headers fail in as many ways as there are damages and compressions
         text = " ".join(str(problem).split())
         raise DataError(f"{path} is no readable .npz or .npy file: {text}.") from problem
 

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from onnxamp.errors import DataError
+from onnxamp.errors import AmpError, DataError
 
 Array: TypeAlias = npt.NDArray[Any]
 Batch: TypeAlias = dict[str, Array]
@@ -245,7 +245,7 @@ def _open_path(path: Path) -> Arrays:
 def _open_npy(path: Path) -> Array:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as problem:
+    except Exception as problem:  # of many kinds, as below
         raise DataError(f"{path} is no readable .npy file ({_first_line(problem)}).") from problem
     array = _rows(array, path.stem, str(path))
     return np.array(array) if array.nbytes <= _SMALL_BYTES else array
@@ -266,7 +266,9 @@ def _open_npz(path: Path) -> dict[str, Array]:
                 else:
                     with archive.open(info) as member:
                         arrays[name] = np.lib.format.read_array(member, allow_pickle=False)
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError) as problem:
+    except AmpError:
+        raise
+    except Exception as problem:  # archives and headers fail in as many ways as there are damages and compressions
         raise DataError(f"{path} is no readable .npz file ({_first_line(problem)}).") from problem
     return {name: _rows(array, name, str(path)) for name, array in arrays.items()}
 

@@ -105,11 +105,25 @@ def test_low_inputs_take_fp32_data() -> None:
     assert sample["x"].dtype == ml_dtypes.bfloat16
 
 
+def _compressed(folder: pathlib.Path, offset: int, content: bytes) -> pathlib.Path:
+    """An archive with `content` at `offset` of its only member (and the compression method in its directory too)."""
+    path = folder / "damaged.npz"
+    np.savez_compressed(path, x=np.random.default_rng(0).random(100))
+    archive = bytearray(path.read_bytes())
+    archive[offset : offset + len(content)] = content
+    if offset == 8:
+        archive[archive.find(b"PK\x01\x02") + 10] = content[0]
+    path.write_bytes(archive)
+    return path
+
+
 BAD: dict[str, tuple[Callable[[pathlib.Path], Any], type[Exception], str]] = {
     "no file": (lambda folder: folder / "none.npz", UsageError, "No such data"),
     "empty folder": (lambda folder: folder, UsageError, "neither"),
     "no samples": (lambda _: [], UsageError, "no sample"),
     "not an archive": (lambda folder: _text(folder), DataError, "no readable"),
+    "wrong compressed bytes": (lambda folder: _compressed(folder, 80, b"\xff" * 40), DataError, "no readable"),
+    "unknown compression": (lambda folder: _compressed(folder, 8, b"\x63"), DataError, "no readable"),
     "pickled": (lambda folder: _pickled(folder), DataError, "no readable"),
     "missing input": (lambda _: {"x": X}, DataError, r"lacks the model's input ids int64\[batch\]"),
     "wrong kind": (lambda _: {"x": X, "ids": IDS / 2}, DataError, "ids is float64"),

@@ -180,7 +180,27 @@ def _write(path: Path, content: bytes) -> Path:
     return path
 
 
+def _damaged(path: Path, damage: str) -> Path:
+    """A compressed archive that says it is encrypted or compressed otherwise, or whose compressed bytes are wrong."""
+    np.savez_compressed(path, x=X, labels=Y)
+    content = bytearray(path.read_bytes())
+    central = content.find(b"PK\x01\x02")
+    match damage:
+        case "encrypted":
+            content[6] |= 1
+            content[central + 8] |= 1
+        case "method":
+            content[8] = content[central + 10] = 99
+        case "stream":
+            content[80:120] = b"\xff" * 40
+    return _write(path, bytes(content))
+
+
 BAD_SOURCES = [
+    *(
+        (lambda d, damage=damage: _damaged(d / "a.npz", damage), "no readable .npz")
+        for damage in ("encrypted", "method", "stream")
+    ),
     (lambda d: d / "no.npz", "no data at"),
     (lambda d: _write(d / "a.csv", b"1,2"), "no .npz file"),
     (lambda d: _write(d / "a.npz", b"junk"), "no readable .npz"),
