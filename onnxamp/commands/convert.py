@@ -118,17 +118,23 @@ def command(
         _print_plan(path, result, as_json)
         return 0
     result.save(path, overwrite=force)
-    evidence = None
+    evidence, unverified = None, None
     if verified:
+        from onnxamp.errors import AmpError
         from onnxamp.evidence.verification import verify
 
-        with console.progress("verifying"):
-            evidence = verify(model, path, data, dim=_known(dims, result), count=4)
-    found = {"model": model, "output": path, **summary_dict(result.summary)}
+        try:
+            with console.progress("verifying"):
+                evidence = verify(model, path, data, dim=_known(dims, result), count=4)
+        except AmpError as problem:  # the conversion itself is done, and its summary and reports are due
+            unverified = problem
+    found = {"model": model, "output": path, **summary_dict(result.summary), "warnings": list(result.warnings)}
     if calibration is not None:
         found["calibration"] = calibration_dict(calibration, result.plan)
     if evidence is not None:
         found["verify"] = evidence.to_dict()
+    if unverified is not None:
+        found["verify"] = {"passed": None, "error": str(unverified)}
     if searched is not None:
         found["auto"] = _auto.to_dict(searched, path)
     for file in report:
@@ -136,7 +142,7 @@ def command(
     if as_json:
         console.print_json(found)
     else:
-        rows = summary_rows(path, result.summary)
+        rows = summary_rows(path, result.summary) + [("warning", text) for text in result.warnings]
         if calibration is not None:
             rows += calibration_rows(calibration, result.plan)
         if searched is not None:
@@ -147,6 +153,8 @@ def command(
 
             console.show("")
             show(evidence)
+    if unverified is not None:
+        raise unverified
     return int((evidence is not None and not evidence.passed) or (searched is not None and not searched.feasible))
 
 
@@ -206,11 +214,11 @@ def _write_report(file: str, model: str, path: str, found: dict[str, Any], resul
     from onnxamp.commands._options import write_text
 
     if file.endswith(".html"):
-        from onnxamp.comparison.compare import Comparison
-        from onnxamp.comparison.view import page_of
+        import pathlib
 
-        comparison = Comparison(model, path)
-        text = page_of(comparison, comparison.result())
+        from onnxamp.comparison import conversion_page
+
+        text = conversion_page(model, result, pathlib.Path(path).name)
     else:
         text = json.dumps({**found, "nodes": node_dicts(result.plan)}, indent=2, ensure_ascii=False, allow_nan=False)
     write_text(file, text + "\n")

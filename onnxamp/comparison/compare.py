@@ -31,15 +31,9 @@ from onnxamp.comparison.records import (
 from onnxamp.comparison.side import Scope, Side, bodies, node_name, operator, type_name
 from onnxamp.model import io, types
 from onnxamp.model.units import SHAPE_ONLY
+from onnxamp.policy import operators
 
 Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
-
-HEAVY = frozenset(
-    """
-    MatMul Gemm Conv ConvTranspose Einsum Attention LSTM GRU RNN FusedMatMul FusedConv FusedGemm MultiHeadAttention
-    GroupQueryAttention
-    """.split()  # noqa: SIM905
-)
 
 
 def diff(a: Source, b: Source) -> GraphDiff:
@@ -61,8 +55,9 @@ def diff(a: Source, b: Source) -> GraphDiff:
 class Comparison:
     """Two models, matched; `result` makes the records. Kept by those who need nodes beside records (numbers, pages)."""
 
-    def __init__(self, a: Source, b: Source) -> None:
-        self.labels = _label(a), _label(b)
+    def __init__(self, a: Source, b: Source, label: str = "") -> None:
+        """Read and match both; `label` is what to call `b` if it is no path."""
+        self.labels = _label(a), _label(b) or label
         one, other = _load(a), _load(b)
         self.inlined = functions.align(one[0], other[0])
         self.a, self.b = Side(*one), Side(*other)
@@ -337,7 +332,9 @@ def _info(side: Side, label: str) -> ModelInfo:
         label=label,
         nodes=len(nodes),
         precisions=counted([p for n in nodes if (p := side.precision(n))]),
-        heavy=counted([p for n in nodes if n.op_type in HEAVY and (p := side.precision(n))]),
+        heavy=counted(
+            [p for n in nodes if operators.operator(n).kind is operators.Kind.HEAVY and (p := side.precision(n))]
+        ),
         casts=len(side.casts),
         constant_bytes=sum(tensor.nbytes for tensor in side.constants.values()),
         options=tuple(

@@ -27,9 +27,10 @@ def diff_page(a: Source, b: Source) -> str:
     return page_of(comparison, comparison.result())
 
 
-def conversion_page(source: Source, result: ConvertResult) -> str:
-    """The HTML text of the page of a conversion: the diff of its source and its result."""
-    return diff_page(source, result.model)
+def conversion_page(source: Source, result: ConvertResult, label: str = "") -> str:
+    """The HTML text of the page of a conversion: the diff of its source and its result, which goes by `label`."""
+    comparison = Comparison(source, result.model, label)
+    return page_of(comparison, comparison.result())
 
 
 def page_of(comparison: Comparison, result: GraphDiff) -> str:

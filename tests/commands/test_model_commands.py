@@ -63,6 +63,20 @@ def test_convert_writes_beside_the_input_and_ends_with_a_table(run: Run, model: 
     assert model.with_name("net.O1.fp16.onnx").exists()
 
 
+def test_convert_warns_of_an_opset_that_is_too_old(run: Run, tmp_path: pathlib.Path) -> None:
+    proto = parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]> g (float[1,1,8,8] x) => (float[1,1,8,8] y) <float[1,1,1,1] w = {2}>
+        { h = Conv(x, w) y = Conv(h, w) }"""
+    )
+    onnx.save(proto, tmp_path / "conv.onnx")
+    code, out, err = run("convert", "conv.onnx", "--dtype", "bf16")
+    assert (code, err) == (0, "")
+    assert "2 of 2 heavy nodes stay fp32" in " ".join(out.split())
+    warning = json.loads(run("convert", "conv.onnx", "--dtype", "bf16", "--json", "--force")[1])["warnings"]
+    assert "at opset 22 or use fp16" in warning[0]
+    assert json.loads(run("convert", "conv.onnx", "--json", "--force")[1])["warnings"] == []
+
+
 def test_convert_json_reports_and_choices(run: Run, model: pathlib.Path) -> None:
     code, out, _ = run("convert", "net.onnx", "-o", "a.onnx", "--json", "--report", "a.json", "--keep", "first")
     assert code == 0
@@ -87,6 +101,17 @@ def test_convert_verifies(run: Run, model: pathlib.Path) -> None:
     code, _, err = run("convert", "net.onnx", "-o", "b.onnx", "--data", "data.npz")
     assert code == 2
     assert "--verify" in err
+
+
+def test_a_conversion_that_cannot_be_verified_is_reported(run: Run, model: pathlib.Path) -> None:
+    np.savez(model.with_name("other.npz"), q=np.zeros((2, 3), np.float32))
+    code, out, err = run("convert", "net.onnx", "--verify", "--data", "other.npz", "--report", "r.json")
+    assert code == 3
+    assert "2 of 2 in 16 bits" in out
+    assert "q" in err
+    report = json.loads(pathlib.Path("r.json").read_text())
+    assert (report["heavy"]["low"], report["verify"]["passed"]) == (2, None)
+    assert report["verify"]["error"] in " ".join(err.split())
 
 
 def test_convert_refuses_what_it_cannot_read(run: Run, model: pathlib.Path) -> None:
@@ -223,7 +248,7 @@ def test_a_plan_is_written_edited_and_given_back(run: Run, model: pathlib.Path) 
     assert run("convert", "net.onnx", "--policy", str(plan), "--report", "r.html", "--report", "r.json")[0] == 0
     nodes = {row["node"]: row for row in json.loads(pathlib.Path("r.json").read_text())["nodes"]}
     assert (nodes["first"]["precision"], nodes["last"]["precision"]) == ("fp16", "fp32")
-    assert "<html" in pathlib.Path("r.html").read_text()
+    assert "net.onnx → net.O2.fp16.onnx" in pathlib.Path("r.html").read_text()
 
 
 def test_convert_with_a_failing_verification_exits_with_1(run: Run, tmp_path: pathlib.Path) -> None:
