@@ -216,7 +216,11 @@ class Session:
 
 def heavy_nodes(graph: ir.Model) -> tuple[int, int]:
     """How many heavy nodes of the forward model compute in 16 bits, and how many there are."""
-    kinds = [node.metadata_props.get("onnxamp.precision") for node in all_nodes(graph.graph) if operator(node).kind is Kind.HEAVY]
+    kinds = [
+        node.metadata_props.get("onnxamp.precision")
+        for node in all_nodes(graph.graph)
+        if operator(node).kind is Kind.HEAVY
+    ]
     return sum(kind in ("fp16", "bf16") for kind in kinds), len(kinds)
 
 

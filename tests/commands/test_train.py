@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
@@ -161,7 +162,7 @@ def test_a_run_leaves_everything_behind(run):
     for text in ("Loss scale", "Gradient norm", "Throughput", "Memory", "Learning rate", "accuracy"):
         assert text in page
     lines = log.splitlines()
-    assert lines[0] == "2,410 parameters  O2 fp16  on cpu"
+    assert lines[0] == "2,410 parameters  O2 fp16  heavy nodes 2 of 2 in 16 bits  on cpu"
     assert lines[1].startswith("epoch 1/6  step 12  loss ")
     assert lines[-2].startswith(f"model   {folder}/model.onnx  (best val_loss ")
 
@@ -190,6 +191,18 @@ def test_export_and_predict(run, place, call):
     call("predict", folder, "--data", place / "test.npz", "-o", place / "r.npz")
     call("predict", place / "fp32.onnx", "--data", place / "test.npz", "-o", place / "p.npz", "--force")
     np.testing.assert_array_equal(np.load(place / "r.npz")["logits"], np.load(place / "p.npz")["logits"])
+
+
+def test_export_opens_no_session(run, place, call, monkeypatch):
+    """It only reads files: no provider, no proof, no remark on the machine that trained."""
+    folder, _, _ = run
+
+    def forbidden(*_, **__):
+        raise AssertionError("a session")
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "__init__", forbidden)
+    code, _, err = call("export", folder, "-o", place / "read.onnx", "--checkpoint", "last", "--weights", "ema")
+    assert (code, err) == (0, "")
 
 
 def test_framework_names_come_back(run, place, call):

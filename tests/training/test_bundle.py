@@ -304,6 +304,33 @@ def test_an_unsure_parameter_trains_on_request(drive):
     np.testing.assert_allclose(driver.view("master/scale"), np.float32([1, 2, 3]) * (1 - 1.5 * 2 / 9), rtol=1e-6)
 
 
+def test_tensors_that_do_not_train_are_told(export):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.rest = nn.Parameter(torch.randn(8, 4)), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.rest(x + self.table[: x.shape[1]]) * 0.7  # a learned table behind a Slice, and a number
+
+    model = export(Net(), torch.randn(2, 5, 4))
+    (note,) = build(model, loss="mse", optimizer="sgd", level="O0").manifest.notes
+    assert "1 float tensor is not trained: table (--trainable table trains it;" in note
+    assert not build(model, loss="mse", optimizer="sgd", level="O0", trainable="table").manifest.notes
+    assert not build(model, loss="mse", optimizer="sgd", level="O0", frozen="table").manifest.notes
+
+
+@pytest.mark.parametrize(("dtype", "opset", "told"), [("bf16", 17, True), ("fp16", 17, False), ("bf16", 22, False)])
+def test_an_opset_without_16_bit_forms_is_told(export, dtype, opset, told):
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3), nn.Flatten(), nn.Linear(32, 3))
+    model = export(net, torch.randn(2, 1, 8, 8), opset=opset)
+    notes = build(model, loss="mse", optimizer="sgd", dtype=dtype).manifest.notes
+    assert [note for note in notes if "2 of 3 heavy nodes stay fp32" in note and "at opset 22 or use fp16" in note] == (
+        list(notes) if told else []
+    )
+    assert bool(notes) == told
+
+
 def test_a_final_softmax_is_left_out(export, drive):
     net = nn.Sequential(nn.Linear(5, 3), nn.Softmax(-1))
     bundle = build(export(net, torch.randn(2, 5)), loss="cross_entropy", optimizer="sgd", level="O0")
