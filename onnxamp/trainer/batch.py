@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,16 @@ class BatchCheck:
         ports: The inputs of kind data, labels and weights.
         rows: Name of the input whose first size is the number of rows.
         labels: Range of the labels, if the loss has index labels.
+        spare: Inputs of the user's model that nothing computes with; a batch may have them.
     """
 
-    def __init__(self, ports: Sequence[Port], rows: str, labels: Labels | None = None) -> None:
+    def __init__(
+        self, ports: Sequence[Port], rows: str, labels: Labels | None = None, spare: Collection[str] = ()
+    ) -> None:
         self._ports = tuple(ports)
         self._rows = rows
         self._labels = labels
+        self._spare = frozenset(spare)
 
     def __call__(self, batch: Mapping[str, Any]) -> Batch:
         """The batch, ready to be fed; without `weights` every row weighs 1.
@@ -56,7 +60,7 @@ class BatchCheck:
             )
         names = [port.name for port in self._ports]
         missing = [port.name for port in self._ports if port.name not in batch and port.kind != "weights"]
-        extra = [name for name in batch if name not in names]
+        extra = [name for name in batch if name not in names and name not in self._spare]
         if missing or extra:
             parts = [f"lacks {', '.join(map(repr, missing))}"] if missing else []
             parts += [f"has {', '.join(map(repr, extra))}, which the model does not take"] if extra else []

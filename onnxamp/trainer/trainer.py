@@ -91,7 +91,9 @@ class Trainer:
         self._reduce = Program(self._executable("reduce"), graphs["reduce"], place)
         self._update = Update(self._executable("update"), graphs["update"], place, threads)
         self._grad.program(accumulate == 1)  # what cannot run here should be said now
-        self._check = BatchCheck(self._batch_ports(), self.manifest.rows, self.manifest.labels)
+        self._check = BatchCheck(
+            self._batch_ports(), self.manifest.rows, self.manifest.labels, self.bundle.input_names
+        )
         self._loop = Loop(
             self.manifest,
             self._arenas,
@@ -219,7 +221,9 @@ class Trainer:
         average = self._average(weights)
         graph = without_loss(self._executable("eval"), self.manifest.graphs["eval"])
         evaluator = Evaluator(graph, self.manifest.graphs["eval"], self._arenas, self._config, average=average)
-        check = BatchCheck(self.manifest.graphs["eval"].of_kind("data"), self.manifest.rows)
+        check = BatchCheck(
+            self.manifest.graphs["eval"].of_kind("data"), self.manifest.rows, spare=self.bundle.input_names
+        )
         parts = []
         for batch in [data] if isinstance(data, Mapping) else data:
             inputs = {name: value for name, value in batch.items() if name not in ("labels", "weights")}

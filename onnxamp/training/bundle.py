@@ -44,6 +44,11 @@ class Bundle:
     model: ir.Model
     path: pathlib.Path | None = None
 
+    @property
+    def input_names(self) -> frozenset[str]:
+        """The inputs of the user's model, those included that no graph of the bundle needs."""
+        return frozenset(str(value.name) for value in self.model.graph.inputs)
+
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Bundle:
         """Write the bundle as a folder, which is there whole or not at all; on the disk when this returns.
 

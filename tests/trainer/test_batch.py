@@ -34,6 +34,13 @@ def test_a_good_batch_passes_and_gets_a_weight():
     np.testing.assert_array_equal(batch.feeds["weights"], np.ones(1, np.float32))
 
 
+def test_inputs_that_nothing_computes_with_may_be_there():
+    check = BatchCheck(PORTS, "x", spare={"u"})
+    assert check(_batch(u=np.ones((5, 5)))).feeds.keys() == check(_batch()).feeds.keys()
+    with pytest.raises(DataError, match="has 'v', which"):
+        check(_batch(u=np.ones(2), v=np.ones(2)))
+
+
 def test_strided_arrays_become_contiguous():
     x = np.arange(12, dtype=np.float32).reshape(2, 6)[:, ::2]
     fed = CHECK(_batch(x=x)).feeds["x"]
