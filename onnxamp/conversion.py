@@ -290,7 +290,9 @@ def _restore_shapes(model: ir.Model, declared: dict[ir.Value, ir.Shape | None]) 
         producer = value.producer()
         if value in borders and declared.get(value) is None:
             if value.shape is not None:
-                value.shape = ir.Shape([dim if isinstance(dim, int) else ir.SymbolicDim(None) for dim in value.shape])
+                # A branch that is never taken may get impossible sizes.
+                known = [dim if isinstance(dim, int) and dim > 0 else ir.SymbolicDim(None) for dim in value.shape]
+                value.shape = ir.Shape(known)
         elif value in declared:
             value.shape = declared[value]
         elif producer is not None and "onnxamp.cast" in producer.metadata_props:

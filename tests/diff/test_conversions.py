@@ -191,3 +191,37 @@ def test_an_inlined_function_is_one_difference() -> None:
     result = diff(model, gone)
     assert [(n.change, n.node.name) for n in result.nodes] == [("removed", "call")]
     assert [m.what for m in result.model] == ["function local::Square"]
+
+
+# What onnxconverter-common 1.16 makes of BEFORE, as text: float16.convert_float_to_float16(..., keep_io_types=True), with and without
+# op_block_list=["Softmax"]. It clips -1e9 to -1e4.
+BEFORE = """<ir_version: 9, opset_import: ["": 17]> g (float[2,4] x) => (float[2,4] y)
+    <float[4] w = {1.0, 2.0, 3.0, 4.0}, float[4] mask = {0.0, 0.0, 0.0, -1e9}>
+    { [scores] s = Mul(x, w)  [masked] m = Add(s, mask)  [soft] p = Softmax(m)  [last] y = Mul(p, w) }"""
+LOWERED = """<ir_version: 9, opset_import: ["": 17]> g (float[2,4] x) => (float[2,4] y)
+    <float16[4] w = {15360, 16384, 16896, 17408}, float16[4] mask = {0, 0, 0, 61666}>
+    { [x_cast_to_scores] x_cast_to_scores = Cast <to: int = 10> (x)
+      [scores] s = Mul(x_cast_to_scores, w)  [masked] m = Add(s, mask)  [soft] p = Softmax(m)
+      [last] last_cast_to_y = Mul(p, w)
+      [last_cast_to_y] y = Cast <to: int = 1> (last_cast_to_y) }"""
+BLOCKED = """<ir_version: 9, opset_import: ["": 17]> g (float[2,4] x) => (float[2,4] y)
+    <float16[4] w = {15360, 16384, 16896, 17408}, float16[4] mask = {0, 0, 0, 61666}>
+    { [x_cast_to_scores] x_cast_to_scores = Cast <to: int = 10> (x)
+      [scores] s = Mul(x_cast_to_scores, w)  [masked] m = Add(s, mask)
+      [soft_input_cast0] soft_input_cast_0 = Cast <to: int = 1> (m)
+      [soft] soft_output_cast_0 = Softmax(soft_input_cast_0)
+      [soft_output_cast0] p = Cast <to: int = 10> (soft_output_cast_0)
+      [last] last_cast_to_y = Mul(p, w)
+      [last_cast_to_y] y = Cast <to: int = 1> (last_cast_to_y) }"""
+
+
+@pytest.mark.parametrize(("after", "island"), [(LOWERED, []), (BLOCKED, ["soft"])], ids=["all", "without Softmax"])
+def test_conversions_by_onnxconverter_common(after: str, island: list[str]) -> None:
+    result = diff(onnx.parser.parse_model(BEFORE), onnx.parser.parse_model(after))
+    assert result.others == 0
+    names = ["scores", "masked", "soft", "last"]
+    assert sorted(r.node.name for r in result.retyped) == sorted(set(names) - set(island))
+    assert [[n.name for n in found.nodes] for found in result.islands] == ([island] if island else [])
+    assert len(result.casts) == after.count("Cast <")
+    assert {c.before for c in result.constants} == {"w", "mask"}
+    assert {c.before: c.clamped for c in result.constants if c.altered} == {"mask": 1}
