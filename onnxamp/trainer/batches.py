@@ -39,7 +39,8 @@ class Binding:
         """One stored batch as the model wants it.
 
         Raises:
-            DataError: A column is missing from this batch, or its type or shape does not fit.
+            DataError: A column is missing from this batch, its type or shape does not fit, or a value of it is beyond
+                the range of the field's type.
         """
         result = {}
         for field in self.fields:
@@ -50,7 +51,15 @@ class Binding:
             found = Field(column, value.dtype, value.shape)
             if problem := _misfit(field, found):
                 raise DataError(f"{self.data.origin}: {problem}")
-            result[field.name] = np.ascontiguousarray(value, dtype=field.dtype)
+            with np.errstate(over="ignore"):  # said below, with the name
+                result[field.name] = np.ascontiguousarray(value, dtype=field.dtype)
+            if value.dtype.kind == "f" and value.dtype.itemsize > field.dtype.itemsize:
+                beyond = np.isfinite(value) & ~np.isfinite(result[field.name])
+                if beyond.any():
+                    raise DataError(
+                        f"{self.data.origin}: {value[beyond].flat[0]:g} in column {column!r} is beyond the range of "
+                        f"{field.dtype.name}, the type of the input {field.name!r}: scale the column or leave the row out."
+                    )
         return result
 
 

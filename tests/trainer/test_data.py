@@ -301,3 +301,13 @@ def test_memory_stays_bounded_on_data_beyond_it(tmp_path):
 
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_values_beyond_the_type_of_the_input_are_named():
+    x = X.astype(np.float64)
+    binding = bind(open_data({"x": x, "labels": Y}), FIELDS)
+    x[0] = np.inf  # infinite before the cast: not the cast's fault
+    assert np.isinf(binding.convert({"x": x, "labels": Y})["x"][0]).all()
+    x[70, 1] = -1e300
+    with pytest.raises(DataError, match=r"-1e\+300 in column 'x' is beyond the range of float32"):
+        binding.convert({"x": x, "labels": Y})
