@@ -182,13 +182,20 @@ CASES = [
         {"c": "AMP209", "a": "AMP209", "i": "AMP209"},
     ),
     (
+        "a piece of a weight, bounds from a shape",
+        17,
+        """s = Shape<start=0, end=1>(h) z = Constant<value_ints=[0]>() p = Slice(w, z, s) m = Constant<value_int=-1>() i = Add(s, m)
+        q = Gather(w, i) a = Add(h, p) r = Add(a, q)""",
+        {"p": "AMP003", "q": "AMP003", "r": "AMP003"},
+    ),
+    (
         "floats that a shape is computed from",
         17,
         "m = ReduceMax<keepdims=0>(h) a = Abs(m) i = Cast<to=7>(a) u = Unsqueeze(i, last) t = Tile(m, u) r = Add(h, m)",
         {"m": "AMP209", "a": "AMP209"},
     ),
 ]
-assert len({case[0] for case in CASES}) == len(CASES) == 32
+assert len({case[0] for case in CASES}) == len(CASES) == 33
 
 
 @pytest.mark.parametrize(("name", "opset", "body", "expected"), CASES, ids=[case[0] for case in CASES])

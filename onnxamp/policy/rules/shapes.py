@@ -33,6 +33,8 @@ _SHAPE_OPERANDS = {
     "CumSum": (1,),
     "Trilu": (1,),
 }
+# Operands that say which elements.
+_INDICES = {"Gather": (1,), "GatherElements": (1,), "GatherND": (1,)}
 # From a shape these make data: their results are no longer sizes.
 _FILLS = frozenset(
     {
@@ -54,7 +56,8 @@ _FILLS = frozenset(
 def shape_arithmetic(marks: Marks) -> None:
     """Floats that are computed from shapes alone, or that a shape is computed from, stay fp32.
 
-    1. A node whose computed operands all stem from Shape or Size computes sizes.
+    1. A node whose computed operands all stem from Shape or Size computes sizes. Operands that only say how large or where do not count:
+       a piece of a weight is a weight, wherever its bounds come from.
     2. So does every node between an operand that says how large (Reshape's shape, Resize's scales, ...) and the heavy results, inputs
        or constants that it comes from.
     """
@@ -70,7 +73,9 @@ def shape_arithmetic(marks: Marks) -> None:
                 pending.append(value)
         if operator_name(node) in _FILLS or operator(node).kind is Kind.HEAVY:
             continue
-        computed = [v for v in node.inputs if v is not None and not _constant(v)]
+        places = (*_SHAPE_OPERANDS.get(node.op_type, ()), *_INDICES.get(node.op_type, ()))
+        operands = [v for index, v in enumerate(node.inputs) if v is not None and index not in places]
+        computed = [v for v in operands if not _constant(v)]
         if computed and all(v in shape_data for v in computed):
             shape_data.update(node.outputs)
             marks.node(node, codes.SHAPE_ARITHMETIC, of="shapes")
