@@ -134,8 +134,9 @@ def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
     """Every node of `graph`, each followed by those of its bodies."""
     for node in graph:
         yield node
-        for body in bodies(node):
-            yield from all_nodes(body)
+        if node.attributes:
+            for body in bodies(node):
+                yield from all_nodes(body)
 
 
 def all_values(graph: ir.Graph) -> Iterator[ir.Value]:
@@ -145,8 +146,9 @@ def all_values(graph: ir.Graph) -> Iterator[ir.Value]:
     yield from (value for value in graph.initializers.values() if value not in inputs)
     for node in graph:
         yield from node.outputs
-        for body in bodies(node):
-            yield from all_values(body)
+        if node.attributes:
+            for body in bodies(node):
+                yield from all_values(body)
 
 
 def is_float(value: ir.Value | None) -> bool:
@@ -219,23 +221,25 @@ class _Builder:
                 self.constants[value] = None
         for node in graph:
             self.node(node)
-            for body in bodies(node):
-                self.graph(body)
+            if node.attributes:
+                for body in bodies(node):
+                    self.graph(body)
 
     def node(self, node: ir.Node) -> None:
         opset = node.version or self.model.opset_imports.get(node.domain or "", 0)
         signed = signature(node.domain, node.op_type, opset)
         self.signatures[node] = signed
-        if operator_name(node) == "Constant":
+        name = operator_name(node)
+        if name == "Constant":
             if is_float(node.outputs[0]):
                 self.constants[node.outputs[0]] = None
-        elif operator_name(node) in SHAPE_ONLY:
+        elif name in SHAPE_ONLY:
             pass
-        elif operator_name(node) == "If":
+        elif name == "If":
             self.branches(node)
-        elif operator_name(node) == "Loop":
+        elif name == "Loop":
             self.loop(node)
-        elif operator_name(node) == "Scan" and signed is not None and signed.since >= 9:
+        elif name == "Scan" and signed is not None and signed.since >= 9:
             self.scan(node)
         else:
             self.plain(node, signed)

@@ -29,7 +29,7 @@ from onnxamp.dtypes import LOW
 from onnxamp.errors import UnsupportedError
 from onnxamp.model import io
 from onnxamp.model.preparation import prepare
-from onnxamp.model.signatures import signature
+from onnxamp.model.signatures import operator_name, signature
 from onnxamp.model.tensors import cast_attribute
 from onnxamp.model.units import all_values
 
@@ -107,13 +107,13 @@ class _Emulation:
         low = [value for value in node.outputs if value in self.low]
         if not known:
             self.keep_operands(node)
-        elif node.op_type == "CastLike" and low:
+        elif operator_name(node) == "CastLike" and low:
             node = self.plain_cast(node, self.low[low[0]])
             low = list(node.outputs)
         else:
             self.attributes(node)
         for value in low:
-            if not known or node.op_type == "Cast":
+            if not known or operator_name(node) == "Cast":
                 if self.is_read(value):
                     self.bring_back(node, value)
             elif moves_data(node) or not (value.uses() or value.is_graph_output()):
@@ -125,7 +125,7 @@ class _Emulation:
         """Whether anything but a Cast or the interface reads a value that stays 16 bits."""
         if value.is_graph_output() and value.graph is not self.graph:
             return True
-        return any(user.op_type != "Cast" for user in value.consumers())
+        return any(operator_name(user) != "Cast" for user in value.consumers())
 
     def round(self, node: ir.Node, value: ir.Value) -> None:
         """``value`` becomes the exact fp32 result; Cast → 16 bits → Cast follow, and readers take the last."""
@@ -293,7 +293,7 @@ class _Emulation:
 
 def moves_data(node: ir.Node) -> bool:
     """Whether `node` only moves or selects elements of its operands, so that it cannot round."""
-    if node.domain not in ("", "ai.onnx") or node.op_type not in MOVES:
+    if operator_name(node) not in MOVES:
         return False
     if node.op_type in ("Clip", "Pad"):  # bounds and padding of old opsets are fp32 attributes
         return not any(node.attributes[name].type == ir.AttributeType.FLOAT for name in node.attributes)

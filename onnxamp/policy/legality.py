@@ -97,18 +97,19 @@ def _blocked(node: ir.Node, unit: Unit, signed: Signature | None, low: FloatType
     if unit.fixed is not None:
         return Decision("fp32", _FIXED.get(unit.fixed, codes.UNTYPED), {"operator": operator_name(node)})
     assert signed is not None
-    if operator_name(node) in QUANTIZATION:
-        return Decision("fp32", codes.QUANTIZATION, {"operator": operator_name(node)})
-    if (names := _SHAPE_OPERANDS.get(operator_name(node))) and unit.reads and not unit.writes:
+    operator = operator_name(node)
+    if operator in QUANTIZATION:
+        return Decision("fp32", codes.QUANTIZATION, {"operator": operator})
+    if (names := _SHAPE_OPERANDS.get(operator)) and unit.reads and not unit.writes:
         operands = [formal.name if (formal := signed.input(read.index)) else "" for read in unit.reads]
         if any(name in names for name in operands):
             return Decision("fp32", codes.SHAPE_OPERAND, {"operand": operands[0]})
     variable = schema_variable(node, unit)
-    if (operator_name(node), variable) in _STASHED or operator_name(node) in _ATTRIBUTE_TYPED:
-        return Decision("fp32", codes.LITERAL, {"operator": operator_name(node)})
+    if (operator, variable) in _STASHED or operator in _ATTRIBUTE_TYPED:
+        return Decision("fp32", codes.LITERAL, {"operator": operator})
     if not signed.allows(variable, low.ir):
         opset = opset_that_allows(node.domain, node.op_type, variable, low.ir)
-        evidence: dict[str, object] = {"operator": operator_name(node), "since": signed.since}
+        evidence: dict[str, object] = {"operator": operator, "since": signed.since}
         if opset is not None and opset > signed.since:
             return Decision("fp32", codes.OPSET, {**evidence, "opset": opset})
         return Decision("fp32", codes.SCHEMA, evidence)

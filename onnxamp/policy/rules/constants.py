@@ -39,6 +39,8 @@ def out_of_range(marks: Marks) -> None:
             if read.value in facts.constants and read.value not in clamped and facts.extent(read.value).over:
                 largest = facts.extent(read.value).largest
                 marks.fp32(unit, codes.OUT_OF_RANGE, constant=read.value.name, largest=largest, limit=facts.low.max)
+        if not unit.node.attributes:
+            continue
         attribute = unit.node.attributes.get("value")
         if operator_name(unit.node) == "ConstantOfShape" and attribute is not None:
             fill = extent(attribute.as_tensor(), facts.low)
