@@ -196,7 +196,11 @@ def _cast(value: Any, item: Input, where: str) -> Array:
     floating = array.dtype.kind == "f" or str(array.dtype) == "bfloat16"
     if floating and wanted.is_floating_point():
         with np.errstate(over="ignore"):
-            return array.astype(item.dtype)
+            cast = array.astype(item.dtype)
+        if item.dtype == np.float32 and (beyond := np.isfinite(array) & np.isinf(cast)).any():
+            value = array[beyond].flat[0]
+            raise DataError(f"{where}: {value:g} in {item.name} is beyond the range of float32, which the model takes.")
+        return cast  # a 16-bit input may overflow: what the model makes of that is to be seen
     if array.dtype.kind in "iu" and item.dtype.kind in "iu":
         cast = array.astype(item.dtype)
         if np.array_equal(cast, array):

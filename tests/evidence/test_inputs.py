@@ -128,6 +128,11 @@ BAD: dict[str, tuple[Callable[[pathlib.Path], Any], type[Exception], str]] = {
     "missing input": (lambda _: {"x": X}, DataError, r"lacks the model's input ids int64\[batch\]"),
     "wrong kind": (lambda _: {"x": X, "ids": IDS / 2}, DataError, "ids is float64"),
     "too large an integer": (lambda _: {"x": X, "ids": np.full(4, 2**63, np.uint64)}, DataError, "ids is uint64"),
+    "beyond float32": (
+        lambda _: {"x": np.array([[1, 2, 1e300]]), "ids": IDS[:1]},
+        DataError,
+        r"1e\+300 in x is beyond",
+    ),
     "wrong rank": (lambda _: {"x": X[0], "ids": IDS}, DataError, r"expected x float32\[batch,3\]"),
     "wrong size": (lambda _: {"x": X[:, :2], "ids": IDS}, DataError, r"found x float32\[4,2\]"),
     "unequal batches": (lambda _: {"x": X, "ids": IDS[:2]}, DataError, "does not fit"),
