@@ -15,6 +15,7 @@ from onnxamp.model.signatures import operator_name
 from onnxamp.model.traffic import Traffic
 from onnxamp.model.units import Read, TypeGraph, Unit
 from onnxamp.policy import codes, targets
+from onnxamp.policy.affine import join_affine
 from onnxamp.policy.assign import dissolve, follow_inputs, minimum_cut
 from onnxamp.policy.decision import Decision
 from onnxamp.policy.facts import Facts
@@ -182,6 +183,7 @@ def make_plan(graph: TypeGraph, options: Options, ranges: Mapping[str, float] | 
         dissolved = Decision("fp32", codes.DISSOLVED)
         for group in dissolve(graph, groups, low, {unit for unit in forced if decisions[unit].precision != "fp32"}):
             decisions.update(dict.fromkeys(groups.members[group], dissolved))
+    join_affine(facts, decisions)
     ordered = {unit: decisions[unit] for unit in graph.units}
     return Plan(
         graph,

@@ -1,0 +1,66 @@
+"""Scale and bias behind a layer normalization that is written out: in which precision runtimes can fuse them with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from onnxamp.model.signatures import operator_name
+from onnxamp.model.units import Unit
+from onnxamp.policy import codes
+from onnxamp.policy.decision import Decision
+from onnxamp.policy.facts import Facts
+
+# What the level decided, and nobody forbids the other way.
+_FREE = frozenset(
+    {codes.CUT_LOW, codes.CUT_FP32, codes.FOLLOWS_LOW, codes.FOLLOWS_FP32, codes.DISSOLVED, codes.LEVEL_O3}
+)
+
+
+def join_affine(facts: Facts, decisions: dict[Unit, Decision]) -> None:
+    """Give scale and bias the precision of the value that is normalized, where both have the other one.
+
+    ONNX Runtime makes one LayerNormalization of ``Cast → (x − μ) / √(σ² + ε) → Cast → · scale → + bias``. It leaves the Casts out, so
+    that x as it was before them and both constants must be of one type; if they are not, the model does not load. (It does not fuse
+    scale and bias of two types.)
+    """
+    graph = facts.graph
+    for data, affine in _affines(facts):
+        writer = graph.writer.get(data)
+        units = [unit for node in affine for unit in graph.of[node]]
+        if writer is None or len(units) != len(affine):
+            continue
+        kind = decisions[writer].precision
+        if all(decisions[unit].precision != kind and decisions[unit].code in _FREE for unit in units):
+            decisions.update(dict.fromkeys(units, Decision(kind, codes.AFFINE, {"normalizes": data.name})))
+
+
+def _affines(facts: Facts) -> Iterator[tuple[ir.Value, tuple[ir.Node, ir.Node]]]:
+    """What each written-out layer normalization normalizes, and its product with a scale and its sum with a bias."""
+    for node in facts.graph.of:
+        if operator_name(node) != "Div":
+            continue
+        deviation, root = _producer(node.inputs[0]), _producer(node.inputs[1])
+        if deviation is None or root is None or (operator_name(deviation), operator_name(root)) != ("Sub", "Sqrt"):
+            continue
+        data, mean = deviation.inputs[0], _producer(deviation.inputs[1])
+        if data is None or mean is None or operator_name(mean) != "ReduceMean" or mean.inputs[0] is not data:
+            continue
+        product = _only_reader(facts, node, "Mul")
+        total = _only_reader(facts, product, "Add") if product is not None else None
+        if product is not None and total is not None:
+            yield data, (product, total)
+
+
+def _producer(value: ir.Value | None) -> ir.Node | None:
+    return value.producer() if value is not None else None
+
+
+def _only_reader(facts: Facts, node: ir.Node, name: str) -> ir.Node | None:
+    """The only node that reads the result of `node`, if it is that operator with a constant."""
+    readers = list(node.outputs[0].consumers())
+    if len(readers) != 1 or operator_name(readers[0]) != name or node.outputs[0].is_graph_output():
+        return None
+    others = [value for value in readers[0].inputs if value is not node.outputs[0]]
+    return readers[0] if len(others) == 1 and facts.tensor(others[0]) is not None else None
