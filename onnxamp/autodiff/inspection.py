@@ -41,7 +41,7 @@ class Inspection:
 
 
 def inspect(model: ir.Model, outputs: Sequence[str] = ()) -> Inspection:
-    """Look at a model that `gradients.prepare` made.
+    """Look at a model in training form (`training.forward.training_form`).
 
     Args:
         model: The model; not changed.
@@ -158,14 +158,6 @@ def _folded(graph: ir.Graph, parameters: Parameters) -> tuple[str, ...]:
         found.append(f"The exporter folded an operator into {_some(others)}; their original names are lost.")
     for names in parameters.copies:
         found.append(f"{_some(list(names))} have the same content: if they were tied, they train apart now.")
-    large = [
-        str(node.outputs[0].name)
-        for node in graph
-        if node.op_type == "Constant" and "value" in node.attributes and node.attributes["value"].as_tensor().size > 64
-        and node.outputs[0].dtype in FLOATS
-    ]  # fmt: skip
-    if large:
-        found.append(f"{_some(large)} are constants inside nodes and do not train.")
     return tuple(found)
 
 

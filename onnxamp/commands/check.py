@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from onnxamp.autodiff.inspection import Inspection
     from onnxamp.autodiff.parameters import Parameter
 
-_LEVELS = ("O0", "O1", "O2", "O3")
+_LEVELS = ("O0", "OD", "O1", "O2", "O3")
 
 
 @click.command(
@@ -38,24 +38,29 @@ def command(model: str, of: tuple[str, ...], dtype: str, dim: tuple[str, ...], e
     Exit code 1 when an operator on the way has no gradient.
     """
     from onnxamp import console
-    from onnxamp.autodiff.gradients import prepare
     from onnxamp.autodiff.inspection import inspect
     from onnxamp.commands._options import sizes
     from onnxamp.errors import UsageError
+    from onnxamp.training import dropout
+    from onnxamp.training.forward import rows, training_form
 
     dims = sizes(dim)
     with console.progress(f"checking {model}"):
-        prepared = prepare(model)
+        prepared = training_form(model)
         names = [str(value.name) for value in prepared.graph.outputs]
         unknown = [name for name in of if name not in names]
         if unknown:
             raise UsageError(f"The model has no output {unknown[0]!r}; it has {', '.join(names[:8])}.")
         found = inspect(prepared, of)
+        first = rows(prepared.graph)
+        masks = dropout.remarks(prepared.graph, next(value for value in prepared.graph.inputs if value.name == first))
         memory, assumed = _memory(prepared, found, of, dtype, dims)
     if as_json:
-        console.print_json({"model": model, **_json(found), "memory": memory, "assumed_dims": assumed})
+        console.print_json(
+            {"model": model, **_json(found), "dropout": masks, "memory": memory, "assumed_dims": assumed}
+        )
     else:
-        _show(found, memory, assumed, everything)
+        _show(found, masks, memory, assumed, everything)
     return 1 if found.unsupported or not found.parameters.trainable else 0
 
 
@@ -67,6 +72,7 @@ def _memory(
     from onnxamp.conversion import mixed
     from onnxamp.errors import UnsupportedError
     from onnxamp.policy.options import Options
+    from onnxamp.training.parameters import has_low_copy
 
     count = sum(parameter.size for parameter in found.parameters.trainable)
     outputs = of or tuple(str(value.name) for value in model.graph.outputs if value.dtype is not None)
@@ -76,11 +82,16 @@ def _memory(
     if found.unsupported or not count:
         return {}, {}
     for level in _LEVELS:
-        # FP32 master (at O3 of values that the low type has), gradient, two moments; O2 and O3 add the low working copy.
-        state = {"O0": 16, "O1": 16, "O2": 18, "O3": 18}[level] * count
+        options = Options(level=level, dtype=dtype, dim=tuple(dims.items()), weights="cast")
+        low = mixed(model, options).model if level != "O0" else model.clone()
+        # FP32 master (at O3 too, of values that the low type has), gradient, two moments, and a low copy of what is read low.
+        copies = sum(
+            parameter.size
+            for parameter in found.parameters.trainable
+            if has_low_copy(low.graph.initializers[parameter.name], level in ("O2", "O3"))
+        )
+        state = 16 * count + 2 * copies
         try:
-            options = Options(level=level, dtype=dtype, dim=tuple(dims.items()), weights="cast")
-            low = mixed(model, options).model if level != "O0" else model.clone()
             kept, names = kept_bytes(low, outputs, dims)
         except UnsupportedError:
             result[level] = {"state": state}
@@ -118,7 +129,13 @@ def _json(found: Inspection) -> dict[str, Any]:
     }
 
 
-def _show(found: Inspection, memory: dict[str, dict[str, int]], assumed: dict[str, int], everything: bool) -> None:
+def _show(
+    found: Inspection,
+    masks: list[str],
+    memory: dict[str, dict[str, int]],
+    assumed: dict[str, int],
+    everything: bool,
+) -> None:
     from onnxamp import console
 
     parameters = found.parameters
@@ -150,6 +167,7 @@ def _show(found: Inspection, memory: dict[str, dict[str, int]], assumed: dict[st
     remarks = [f"{name} is tied: {', '.join(nodes)} use it." for name, nodes in parameters.tied.items()]
     remarks += found.folded
     remarks += [f"{name} ends in {kind}: cross-entropy attaches to its input." for name, kind in found.final.items()]
+    remarks += masks
     if found.unknown_shapes:
         remarks.append(f"Shape unknown: {', '.join(found.unknown_shapes[:5])} ({len(found.unknown_shapes)} in all).")
     if remarks:

@@ -84,7 +84,7 @@ class Masks:
             return 1
         if isinstance(own, int) and isinstance(rows, int):
             return own // rows if rows and own % rows == 0 else None
-        if isinstance(own, str) and isinstance(rows, str) and rows in own.replace("(", "").replace(")", "").split("*"):
+        if isinstance(own, str) and isinstance(rows, str) and rows in _factors(own):
             total, count = (op.count(value, [0]) for value in (x, self._rows))
             assert isinstance(total, ir.Value)
             return op.Cast(op.Div(total, count), to=INT64)
@@ -170,6 +170,47 @@ def drop(op: Fragment, masks: Masks, node: ir.Node) -> tuple[ir.Value, ir.Value 
     result = op.select(dropped, 0.0, op.Mul(x, 1 / (1 - probability)))
     wants_mask = len(node.outputs) > 1 and node.outputs[1].uses()
     return result, op.Not(dropped) if wants_mask else None
+
+
+def remarks(graph: ir.Graph, rows: ir.Value) -> list[str]:
+    """Where the masks of accumulated micro-batches are not those of the one big batch, or only if equal sizes mean rows.
+
+    Args:
+        graph: The graph in training form.
+        rows: The input whose first dimension counts rows.
+    """
+    found = []
+    count = rows.shape[0] if rows.shape else None
+    for node in graph:
+        x = node.inputs[0] if node.inputs else None
+        if node.op_type != "Dropout" or node.domain != "" or x is None or x.shape is None:
+            continue
+        own = x.shape[0] if len(x.shape) else None
+        if not _aligned(own, count):
+            found.append(
+                f"Dropout {node.name!r}: its first dimension ({own}) does not count rows ({count}), so accumulated micro-batches get "
+                "other masks than one big batch."
+            )
+        elif isinstance(own, int):
+            found.append(
+                f"Dropout {node.name!r}: its first dimension ({own}) is taken for rows, as the fixed sizes agree."
+            )
+    return found
+
+
+def _aligned(own: int | ir.SymbolicDim | None, rows: int | ir.SymbolicDim | None) -> bool:
+    """Whether a first dimension is the rows or a multiple of them."""
+    if own is None or rows is None:
+        return False
+    if isinstance(own, int) and isinstance(rows, int):
+        return own == rows or (rows > 0 and own % rows == 0)
+    if isinstance(own, int) or isinstance(rows, int) or own.value is None or rows.value is None:
+        return False
+    return str(rows.value) in _factors(str(own.value))
+
+
+def _factors(expression: str) -> list[str]:
+    return expression.replace("(", "").replace(")", "").split("*")
 
 
 def ratio(op: Fragment, node: ir.Node) -> float:

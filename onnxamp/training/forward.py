@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
+import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
@@ -38,16 +40,32 @@ class Forward:
 def prepare(source: ir.Model, loss: Loss | ModelOutput, output: str | None = None) -> Forward:
     """A private copy of `source` in the form that training needs.
 
-    1. Float functions are inlined, constants lifted to initializers, integer constants folded, all values typed.
-    2. Initializers are not inputs: what could be overridden is fixed.
-    3. BatchNormalization and Dropout are in inference form, whatever mode they were exported in.
-    4. The value that the loss reads is a graph output. A final Softmax (cross-entropy) or Sigmoid (binary cross-entropy) is
+    1. It is in `training_form`.
+    2. The value that the loss reads is a graph output. A final Softmax (cross-entropy) or Sigmoid (binary cross-entropy) is
        left out: these losses read logits.
-    5. The class dimension of three-dimensional logits is that of this Softmax, else the one that `class_axis` finds.
+    3. The class dimension of three-dimensional logits is that of this Softmax, else the one that `class_axis` finds.
 
     Raises:
         UsageError: There is no such output, or several to choose from.
         UnsupportedError: The opset is below 13, or the model has no input with a dimension.
+    """
+    model = training_form(source)
+    outputs = tuple(str(value.name) for value in model.graph.outputs)
+    prediction, loss, notes = _prediction(model.graph, loss, output)
+    if not prediction.is_graph_output():
+        model.graph.outputs.append(prediction)
+    return Forward(model, loss, str(prediction.name), outputs, rows(model.graph), tuple(notes))
+
+
+def training_form(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Model:
+    """A private copy of `source` as training and `onnxamp check` see it.
+
+    1. Float functions are inlined, constants lifted to initializers, integer constants folded, all values typed.
+    2. Initializers are not inputs: what could be overridden is fixed.
+    3. BatchNormalization and Dropout are in inference form, whatever mode they were exported in.
+
+    Raises:
+        UnsupportedError: The opset is below 13.
     """
     model = io.load(source)
     opset = model.opset_imports.get("", 0)
@@ -68,11 +86,7 @@ def prepare(source: ir.Model, loss: Loss | ModelOutput, output: str | None = Non
             node.resize_inputs(2)
     FoldIntegers()(model)
     types.infer(model)
-    outputs = tuple(str(value.name) for value in model.graph.outputs)
-    prediction, loss, notes = _prediction(model.graph, loss, output)
-    if not prediction.is_graph_output():
-        model.graph.outputs.append(prediction)
-    return Forward(model, loss, str(prediction.name), outputs, _rows(model.graph), tuple(notes))
+    return model
 
 
 def _name_free_sizes(model: ir.Model) -> None:
@@ -212,7 +226,8 @@ def _logits(value: ir.Value, loss: Loss) -> tuple[ir.Value, ir.Node | None, list
     return logits, node, [note]
 
 
-def _rows(graph: ir.Graph) -> str:
+def rows(graph: ir.Graph) -> str:
+    """Name of the input whose first dimension counts rows: the first that has a dimension."""
     for value in graph.inputs:
         if value.shape is None or len(value.shape):
             return str(value.name)

@@ -51,20 +51,33 @@ def promote(graph: ir.Graph, initializer: ir.Value, low: bool) -> Entry:
         initializer.replace_all_uses_with(value, replace_graph_outputs=True)
         return Entry(name, shape, None, value)
     copy: ir.Value | None = None
-    for node, _ in list(initializer.uses()) if low else ():
-        if node.op_type == "Cast" and node.domain == "" and ir.DataType(node.attributes["to"].as_int()) in LOW:
-            result = node.outputs[0]
-            if copy is None:
-                assert result.dtype is not None
-                copy = _input(graph, f"low/{name}", result.dtype, shape)
-            if result.dtype == copy.dtype and node.graph is graph:
-                result.replace_all_uses_with(copy, replace_graph_outputs=True)
-                graph.remove(node, safe=True)
+    for node in _casts(initializer) if low else ():
+        result = node.outputs[0]
+        if copy is None:
+            assert result.dtype is not None
+            copy = _input(graph, f"low/{name}", result.dtype, shape)
+        if result.dtype == copy.dtype and node.graph is graph:
+            result.replace_all_uses_with(copy, replace_graph_outputs=True)
+            graph.remove(node, safe=True)
     master: ir.Value | None = None
     if initializer.uses() or initializer.is_graph_output():
         master = _input(graph, f"master/{name}", FLOAT, shape)
         initializer.replace_all_uses_with(master, replace_graph_outputs=True)
     return Entry(name, shape, master, copy)
+
+
+def has_low_copy(initializer: ir.Value, low: bool) -> bool:
+    """Whether `promote` would give the parameter a low copy."""
+    return initializer.dtype in LOW or (low and bool(_casts(initializer)))
+
+
+def _casts(initializer: ir.Value) -> list[ir.Node]:
+    """The Casts of a parameter to a 16-bit type."""
+    return [
+        node
+        for node, _ in initializer.uses()
+        if node.op_type == "Cast" and node.domain == "" and ir.DataType(node.attributes["to"].as_int()) in LOW
+    ]
 
 
 def _input(graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:

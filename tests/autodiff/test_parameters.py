@@ -184,7 +184,7 @@ def test_check_command(tmp_path):
     assert code == 0
     assert len(found["trainable"]) == 10
     assert found["final"] == {"p": "Softmax"}
-    assert set(found["memory"]) == {"O0", "O1", "O2", "O3"}
+    assert set(found["memory"]) == {"O0", "OD", "O1", "O2", "O3"}
     size = sum(np.prod(row["shape"]) for row in found["trainable"])
     assert found["memory"]["O0"]["state"] == 16 * size
     assert found["memory"]["O3"]["activations"] < found["memory"]["O0"]["activations"]
