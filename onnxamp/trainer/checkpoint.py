@@ -181,6 +181,19 @@ def atomic(path: Path) -> Any:
             os.close(folder)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all.
+
+    Raises:
+        RuntimeMissingError: The disk is full or the folder may not be written to.
+    """
+    try:
+        with atomic(path) as file:
+            file.write(text.encode())
+    except OSError as problem:
+        raise disk_error(path, problem) from problem
+
+
 def disk_error(path: Path, problem: OSError) -> RuntimeMissingError:
     """One sentence on why a file could not be written."""
     reason = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}.get(problem.errno or 0)

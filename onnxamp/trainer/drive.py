@@ -14,6 +14,7 @@ from rich.text import Text
 from onnxamp.errors import AmpError, UsageError
 from onnxamp.trainer.batches import Binding, bind
 from onnxamp.trainer.callbacks import Callback, Checkpoints, EarlyStopping
+from onnxamp.trainer.checkpoint import write_text
 from onnxamp.trainer.data import open_data
 from onnxamp.trainer.export import read_trained
 from onnxamp.trainer.fit import History, fit
@@ -190,7 +191,7 @@ def write_report(run: Run, reason: str) -> None:
     """Write `report.html` from what was recorded."""
     options = run.read_config()
     title = f"Training of {Path(str(options.get('model', run.folder.name))).name}"
-    run.write_text(run.report_path, run_page(title, run.metrics(), options, reason))
+    write_text(run.report_path, run_page(title, run.metrics(), options, reason))
 
 
 def export_best(run: Run, trainer: Trainer, history: History) -> None:

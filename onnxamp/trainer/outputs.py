@@ -1,11 +1,15 @@
-"""How metrics have to read the outputs and labels of a bundle."""
+"""Outputs of a model: which one metrics read, and how; and those of many batches as one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
+from onnxamp.errors import DataError
 from onnxamp.training.bundle import Bundle
 
 
@@ -14,6 +18,25 @@ def prediction(bundle: Bundle) -> ir.Value:
     wanted = None if bundle.manifest.labels is None else bundle.manifest.options.get("output")
     outputs = bundle.model.graph.outputs
     return next((value for value in outputs if value.name == wanted), outputs[0])
+
+
+def joined(parts: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, NDArray[Any]]:
+    """The outputs of several batches, joined along the first axis.
+
+    Args:
+        parts: The number of rows and the outputs by name, of each batch.
+
+    Raises:
+        DataError: An output has no row for each row of the input, so that there is no way to join it.
+    """
+    found: dict[str, list[NDArray[Any]]] = {}
+    for rows, outputs in parts:
+        for name, value in outputs.items():
+            if not isinstance(value, np.ndarray) or value.shape[:1] != (rows,):
+                shape = list(value.shape) if isinstance(value, np.ndarray) else type(value).__name__
+                raise DataError(f"Output {name!r} ({shape}) has no row for each of the {rows} input rows.")
+            found.setdefault(name, []).append(value)
+    return {name: np.concatenate(values) for name, values in found.items()}
 
 
 def metric_options(bundle: Bundle) -> dict[str, Any]:

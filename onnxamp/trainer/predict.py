@@ -6,7 +6,6 @@ import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from onnxamp.ort.session import SessionConfig, open_session, run
 from onnxamp.trainer.batches import Batches, Binding, bind
 from onnxamp.trainer.checkpoint import atomic, disk_error
 from onnxamp.trainer.data import Array, Arrays, Field, open_data
+from onnxamp.trainer.outputs import joined
 
 
 def model_fields(path: str | os.PathLike[str]) -> tuple[Field, ...]:
@@ -74,15 +74,8 @@ def predict(
     """
     binding = bind(open_data(data), model_fields(model), columns=columns)
     session = open_session(model, SessionConfig(provider=provider))
-    parts: dict[str, list[Any]] = {}
-    for batch in model_batches(binding, batch_size).epoch():
-        rows = len(next(iter(batch.values())))
-        for name, value in run(session, batch).items():
-            if not isinstance(value, np.ndarray) or value.shape[:1] != (rows,):
-                shape = list(value.shape) if isinstance(value, np.ndarray) else type(value).__name__
-                raise DataError(f"Output {name!r} ({shape}) has no row for each of the {rows} input rows.")
-            parts.setdefault(name, []).append(value)
-    return {name: np.concatenate(values) for name, values in parts.items()}, binding.notes
+    batches = model_batches(binding, batch_size).epoch()
+    return joined((len(next(iter(batch.values()))), run(session, batch)) for batch in batches), binding.notes
 
 
 def write_npz(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from onnxamp import config
 from onnxamp.errors import ModelError, UsageError
 from onnxamp.trainer.callbacks import checkpoints
-from onnxamp.trainer.checkpoint import atomic, disk_error, read
+from onnxamp.trainer.checkpoint import disk_error, read, write_text
 from onnxamp.trainer.tracking import read_metrics
 from onnxamp.training.bundle import MANIFEST
 
@@ -129,23 +129,11 @@ class Run:
 
     def write_config(self, options: Mapping[str, Any]) -> None:
         """Save the effective options; with them and the bundle the folder counts as a run."""
-        self.write_text(self.config_path, config.write(options))
+        write_text(self.config_path, config.write(options))
 
     def read_config(self) -> dict[str, Any]:
         """The options that the run was begun with."""
         return config.read(self.config_path)
-
-    def write_text(self, path: Path, text: str) -> None:
-        """Write a file whole or not at all.
-
-        Raises:
-            RuntimeMissingError: The disk is full or the folder may not be written to.
-        """
-        try:
-            with atomic(path) as file:
-                file.write(text.encode())
-        except OSError as problem:
-            raise disk_error(path, problem) from problem
 
     def newest(self) -> Path | None:
         """The newest checkpoint that can be read; None if there is none yet."""

@@ -21,12 +21,12 @@ from onnxamp.trainer.arenas import FLOAT, Arenas, numpy_dtype
 from onnxamp.trainer.batch import BatchCheck
 from onnxamp.trainer.collective import Collective, SingleProcess
 from onnxamp.trainer.data import Field
-from onnxamp.trainer.device import find_device
+from onnxamp.trainer.device import find_device, usable_threads
 from onnxamp.trainer.evaluator import Evaluator, without_loss
 from onnxamp.trainer.gradient import Gradient
 from onnxamp.trainer.inference import Trained
 from onnxamp.trainer.loop import Loop, StepResult, Window
-from onnxamp.trainer.outputs import metric_options, prediction
+from onnxamp.trainer.outputs import joined, metric_options, prediction
 from onnxamp.trainer.program import Place, Program, Results, segment_scalars
 from onnxamp.trainer.update import Update
 from onnxamp.training.bundle import Bundle
@@ -47,7 +47,7 @@ class Trainer:
         bundle: A bundle, or the folder of one.
         provider: ``auto``, ``cpu``, ``cuda``... (`onnxamp doctor` lists what is there).
         accumulate: Micro-batches in a window.
-        threads: Threads of the CPU to compute with; 0 leaves it to the runtime.
+        threads: Threads of the CPU to compute with, at most one a processor; 0 leaves it to the runtime.
         in_place: Overwrite state in memory where that is proved safe. False uses two buffers in turn everywhere; the
             results are the same bit for bit.
         collective: The processes that train together.
@@ -57,7 +57,7 @@ class Trainer:
 
     Raises:
         RuntimeMissingError: The runtime, the provider or the memory is not there.
-        UsageError: `accumulate` is not positive.
+        UsageError: `accumulate` is not positive, or `threads` is negative.
         ModelError: The bundle is broken.
     """
 
@@ -76,6 +76,7 @@ class Trainer:
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.load(bundle)
         self.manifest = self.bundle.manifest
         self.position: dict[str, Any] = {}
+        threads = usable_threads(threads)
         self._device = find_device(provider)
         self.provider = self._device.provider
         self.collective: Collective = collective or SingleProcess()
@@ -217,6 +218,10 @@ class Trainer:
         """The model's outputs, joined along the first axis if `data` is an iterable of batches.
 
         Labels and weights may be there, and are not used.
+
+        Raises:
+            DataError: A batch does not fit, or an output of several batches has no row per input row.
+            UsageError: There are no batches, or unknown weights.
         """
         average = self._average(weights)
         graph = without_loss(self._executable("eval"), self.manifest.graphs["eval"])
@@ -224,15 +229,15 @@ class Trainer:
         check = BatchCheck(
             self.manifest.graphs["eval"].of_kind("data"), self.manifest.rows, spare=self.bundle.input_names
         )
-        parts = []
-        for batch in [data] if isinstance(data, Mapping) else data:
-            inputs = {name: value for name, value in batch.items() if name not in ("labels", "weights")}
-            parts.append(evaluator.run(check(inputs)))
-        if not parts:
+
+        def outputs(batch: Batch) -> tuple[int, dict[str, Any]]:
+            checked = check({name: value for name, value in batch.items() if name not in ("labels", "weights")})
+            return checked.rows, evaluator.run(checked)
+
+        found = outputs(data)[1] if isinstance(data, Mapping) else joined(map(outputs, data))
+        if not found:
             raise UsageError("There are no batches to predict.")
-        if len(parts) == 1:
-            return parts[0]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return found
 
     def parameters(self) -> dict[str, NDArray[np.float32]]:
         """Copies of the FP32 parameters, by their names in the user's model."""

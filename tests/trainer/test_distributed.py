@@ -12,6 +12,7 @@ import pytest
 
 from onnxamp import training
 from onnxamp.errors import RuntimeMissingError
+from onnxamp.trainer.callbacks import EarlyStopping
 from onnxamp.trainer.distributed import TorchCollective
 from onnxamp.trainer.trainer import Trainer
 
@@ -19,6 +20,7 @@ from onnxamp.trainer.trainer import Trainer
 WORKER = """
     import sys
     import numpy as np
+    from onnxamp.trainer.callbacks import EarlyStopping
     from onnxamp.trainer.distributed import TorchCollective
     from onnxamp.trainer.trainer import Trainer
 
@@ -34,6 +36,14 @@ WORKER = """
     assert (last is None) == (collective.rank == 0)
     loss = trainer.evaluate({"x": data["x"], "labels": data["labels"]})["loss"]
     np.savez(folder + f"/rank{collective.rank}.npz", loss=loss, step=trainer.step, **trainer.parameters())
+    fitted = Trainer(folder + "/bundle", "cpu", 2, threads=1, collective=collective)
+    rows = {"x": data["x"], "labels": data["labels"]}
+    stopping = EarlyStopping("accuracy", 2, better="higher")
+    history = fitted.fit(
+        rows, epochs=4, batch_size=4, val=rows, eval_every=1, metrics=["accuracy"], callbacks=[stopping]
+    )
+    assert history.reason.startswith("accuracy has not become better"), history
+    np.savez(folder + f"/fit{collective.rank}.npz", windows=history.windows, **history.values, **fitted.parameters())
 """
 
 
@@ -73,6 +83,18 @@ def test_two_processes_are_one(exporter, tmp_path):
         np.testing.assert_allclose(ranks[0][name], value, rtol=1e-5, atol=1e-6)
     assert ranks[0]["step"] == alone.step == 2
     assert ranks[0]["loss"] == pytest.approx(alone.evaluate(data)["loss"], rel=1e-5)
+
+    # `fit` deals the rows out: the two ranks take together what one process takes in micro-batches of twice the size.
+    one = Trainer(bundle, "cpu", 2, threads=1)
+    stopping = EarlyStopping("accuracy", 2, better="higher")
+    history = one.fit(data, epochs=4, batch_size=8, val=data, eval_every=1, metrics=["accuracy"], callbacks=[stopping])
+    ranks = [np.load(tmp_path / f"fit{rank}.npz") for rank in range(2)]
+    for name, value in one.parameters().items():
+        np.testing.assert_array_equal(ranks[0][name], ranks[1][name])
+        np.testing.assert_allclose(ranks[0][name], value, rtol=1e-5, atol=1e-6)
+    for rank in ranks:
+        assert (rank["windows"], rank["accuracy"]) == (history.windows, history.values["accuracy"])
+        assert rank["val_loss"] == pytest.approx(history.values["val_loss"], rel=1e-5)
 
 
 def test_without_a_launcher_there_is_one_sentence(monkeypatch):

@@ -6,8 +6,9 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from onnxamp.errors import ModelError
+from onnxamp.errors import DataError, ModelError
 from onnxamp.trainer.inference import inference_model
+from onnxamp.trainer.outputs import joined
 from onnxamp.trainer.trainer import Trainer
 
 TEXT = """<ir_version: 10, opset_import: ["" : 17]>
@@ -70,3 +71,11 @@ def test_a_trainer_exports_its_parameters(bundle, batches, tmp_path):
     exported = onnx.load(tmp_path / "model.onnx")
     (y,) = ReferenceEvaluator(exported).run(None, {"x": batches[0]["x"]})
     np.testing.assert_allclose(y, trainer.predict(batches[0])["y"], rtol=1e-5, atol=1e-6)
+
+
+def test_batches_of_outputs_are_joined_by_rows_only():
+    parts = [(2, {"y": np.ones((2, 3))}), (1, {"y": np.zeros((1, 3))})]
+    np.testing.assert_array_equal(joined(parts)["y"], [[1, 1, 1], [1, 1, 1], [0, 0, 0]])
+    for value in (np.ones(()), np.ones((3, 2)), [1, 2]):
+        with pytest.raises(DataError, match="has no row for each of the 2 input rows"):
+            joined([(2, {"y": value})])
