@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 
 import onnx_ir as ir
 
+from onnxamp.errors import UsageError
 from onnxamp.ort.providers import provider_list, short_name
 from onnxamp.ort.session import SessionConfig, open_session
+
+logger = logging.getLogger("onnxamp")
 
 # Providers with memory of their own, as ONNX Runtime calls the device.
 _MEMORY = {"cuda": "cuda", "cann": "cann", "rocm": "cuda", "migraphx": "cuda"}
@@ -35,6 +39,25 @@ def processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def usable_threads(threads: int) -> int:
+    """`threads`, but not more than there are processors, which is logged; 0 stays 0.
+
+    The runtime's threads spin while they wait: with more of them than processors, each waits for one that does not run, and a
+    step may take minutes.
+
+    Raises:
+        UsageError: The number is negative.
+    """
+    if threads < 0:
+        raise UsageError(f"threads must be at least 0, not {threads}.")
+    if threads > (most := processors()):
+        logger.warning(
+            "%d threads were asked for and this process may use %d processors: it uses %d.", threads, most, most
+        )
+        return most
+    return threads
 
 
 def find_device(provider: str) -> Device:

@@ -328,8 +328,18 @@ def test_evaluate_and_predict_use_the_parameters_of_now(bundle, batches):
 def test_arguments_are_checked(bundle):
     with pytest.raises(UsageError, match="accumulate"):
         Trainer(bundle, "cpu", 0)
+    with pytest.raises(UsageError, match="threads"):
+        Trainer(bundle, "cpu", threads=-1)
     trainer = _open(bundle)
     with pytest.raises(UsageError, match="Unknown weights"):
         trainer.evaluate([], weights="best")
     assert trainer.flush() is None
     assert onnxamp.Trainer is Trainer
+
+
+def test_more_threads_than_processors_are_not_started(bundle, batches, caplog, monkeypatch):
+    monkeypatch.setattr("onnxamp.trainer.device.processors", lambda: 1)
+    trainer = Trainer(bundle, "cpu", threads=999)
+    assert "999 threads were asked for and this process may use 1 processors: it uses 1." in caplog.text
+    assert trainer._config.threads == 1
+    assert trainer.micro_step(batches[0]).applied
