@@ -6,6 +6,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from onnxamp.errors import UnsupportedError
+from onnxamp.model.signatures import signature
 from onnxamp.model.units import all_nodes, bodies, is_float
 
 
@@ -16,7 +17,8 @@ def inline_float_functions(model: ir.Model) -> bool:
     integers stay. The values of `model` are typed.
 
     Raises:
-        UnsupportedError: A function calls itself, was written for another opset than the model, or takes a graph as attribute.
+        UnsupportedError: A function calls itself, has an operator that changed between its opset and the model's, or takes a graph as
+            attribute.
     """
     if not model.functions:
         return False
@@ -37,6 +39,8 @@ def inline_float_functions(model: ir.Model) -> bool:
                 called.append(model.functions[name])
     if not wanted:
         return False
+    for name in wanted:
+        _align_opsets(model.functions[name], model.opset_imports)
     try:
         InlinePass(lambda function: function.identifier() in wanted)(model)
     except (ir.passes.InvariantError, ir.passes.PassError, RuntimeError, ValueError) as problem:
@@ -49,6 +53,21 @@ def inline_float_functions(model: ir.Model) -> bool:
     everything = {value.name for graph in model.graphs() for value in _defined(graph) if value.name}
     _rename_shadows(model.graph, frozenset(), everything)
     return True
+
+
+def _align_opsets(function: ir.Function, imports: dict[str, int]) -> None:
+    """Let a function import what the model imports of each domain, where its operators mean the same in both versions."""
+    for domain, version in list(function.opset_imports.items()):
+        wanted = imports.get(domain, version)
+        own = {node.op_type for node in all_nodes(function.graph) if node.domain == domain}
+        if wanted != version and all(_is_same(op_type, domain, version, wanted) for op_type in own):
+            function.opset_imports[domain] = wanted
+
+
+def _is_same(op_type: str, domain: str, one: int, other: int) -> bool:
+    """Whether two versions of a domain have the same version of an operator."""
+    found = [signature(domain, op_type, version) for version in (one, other)]
+    return found[0] is not None and found[1] is not None and found[0].since == found[1].since
 
 
 def _defined(graph: ir.Graph) -> list[ir.Value]:
