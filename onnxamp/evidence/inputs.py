@@ -81,7 +81,7 @@ def samples(data: Data, inputs: list[Input], limit: int | None = None) -> Iterat
     Args:
         data: An `.npz` file, a folder of `.npz` or `.npy` files, one mapping, an iterable of mappings, or a
             `CalibrationDataReader`. An array with one dimension more than its input is a stack of samples; where the
-            model fixes the first dimension, rows are dealt out in that size.
+            model fixes the first dimension, rows are dealt out in that size, the last ones together with some before them.
         inputs: What the model asks for. Arrays that it does not ask for (labels, say) are left aside.
         limit: Stop after this many.
 
@@ -180,7 +180,8 @@ def _split(group: dict[str, Any], inputs: list[Input], where: str) -> Iterator[S
     if isinstance(size, int) and len(rows) == 1 and len(ranked) == len(inputs) and all(item.shape for item in ranked):
         total = rows.pop()
         if total > size > 0:
-            for start in range(0, total - size + 1, size):
+            # The last rows go with some that were there before, so that none is left out.
+            for start in (min(row, total - size) for row in range(0, total, size)):
                 yield _checked({name: array[start : start + size] for name, array in arrays.items()}, inputs, where)
             return
     yield _checked(arrays, inputs, where)

@@ -90,6 +90,8 @@ def test_rows_are_dealt_out_to_a_fixed_batch() -> None:
     found = list(samples({"x": X, "ids": IDS}, model_inputs(FIXED)))
     assert [sample["ids"].tolist() for sample in found] == [[0, 1], [2, 3]]
     assert len(list(samples({"x": X, "ids": IDS}, model_inputs(FIXED), limit=1))) == 1
+    odd = samples({"x": np.zeros((5, 3), np.float32), "ids": np.arange(5)}, model_inputs(FIXED))
+    assert [sample["ids"].tolist() for sample in odd] == [[0, 1], [2, 3], [3, 4]]
 
 
 def test_dimensions_that_mean_any_size() -> None:
