@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,11 +16,11 @@ from onnxamp.comparison.records import GraphDiff
 from onnxamp.comparison.side import Side, node_name
 from onnxamp.dtypes import BY_IR, LOW
 from onnxamp.errors import DataError
-from onnxamp.evidence import synthesis
-from onnxamp.evidence.inputs import Data, model_inputs, samples
+from onnxamp.evidence.inputs import Data
 from onnxamp.evidence.locate import DIVERGED_DB
-from onnxamp.evidence.values import Fetcher
-from onnxamp.ort.session import SessionConfig
+from onnxamp.evidence.sampling import choose
+from onnxamp.evidence.values import Fetcher, clamped
+from onnxamp.ort.session import SessionConfig, open_session
 from onnxamp.passes.emulate import emulate
 
 AT_ONCE = 64  # values fetched by one run: bounds memory
@@ -41,16 +40,12 @@ class _Sums:
     clamped: int = 0
 
     def add(self, want: np.ndarray, got: np.ndarray, limit: float) -> None:
-        """Add a sample; elements beyond `limit` that are near it on the other side only count as clamped.
-
-        Arithmetic that leaves the range gives an infinity, so this is how a constant looks that was clamped.
-        """
+        """Add a sample; elements that only a clamped constant explains (see `clamped`) are counted as such and as nothing else."""
         r, c = want.astype(np.float64), got.astype(np.float64)
-        size = np.abs(c)
-        clamped = (np.abs(r) > limit) & (size <= limit) & (size >= limit / 8) & (np.signbit(r) == np.signbit(c))
-        finite = np.isfinite(r) & np.isfinite(c) & ~clamped
-        same = finite | clamped | (np.isnan(r) & np.isnan(c)) | (r == c)
-        self.clamped += int(np.count_nonzero(clamped))
+        mask = clamped(r, c, limit)
+        finite = np.isfinite(r) & np.isfinite(c) & ~mask
+        same = finite | mask | (np.isnan(r) & np.isnan(c)) | (r == c)
+        self.clamped += int(np.count_nonzero(mask))
         r, e = r[finite], r[finite] - c[finite]
         self.max_error = max(self.max_error, float(np.abs(e).max(initial=0.0)))
         self.scale = max(self.scale, float(np.abs(r).max(initial=0.0)))
@@ -84,17 +79,11 @@ def measured(comparison: Comparison, result: GraphDiff, data: Data | None, count
     """
     a, b, match = comparison.a, comparison.b, comparison.match
     pairs = _pairs(comparison)
-    if data is None or data == "synthetic":
-        made, sizes = synthesis.synthesize(a.model, count)
-        feeds, source = iter(made), synthesis.describe(made, sizes)
-    else:
-        feeds = samples(data, model_inputs(a.model))
-        source = os.fspath(data) if isinstance(data, str | os.PathLike) else "the data given"
     config = SessionConfig(provider="cpu", optimization="basic")
-    fetch = [
-        Fetcher(emulate(side.model) if _low(side) else side.model, [pair[k].name or "" for pair in pairs], config)
-        for k, side in enumerate((a, b))
-    ]
+    run_as = [emulate(side.model) if _low(side) else side.model for side in (a, b)]
+    given = None if data is None or (isinstance(data, str) and data == "synthetic") else data
+    feeds = choose(a.model, open_session(run_as[0], config), given, count=count)
+    fetch = [Fetcher(run_as[k], [pair[k].name or "" for pair in pairs], config) for k in (0, 1)]
     partners = {
         other.name or "": one.name or "" for one in a.model.graph.inputs if (other := match.values.get(one)) is not None
     }
@@ -114,7 +103,7 @@ def measured(comparison: Comparison, result: GraphDiff, data: Data | None, count
         done += 1
     values = tuple(_record(b, pair, total) for pair, total in zip(pairs, sums, strict=True) if total.elements)
     first = next((v.name for v in values if v.nonfinite or (v.snr is not None and v.snr < DIVERGED_DB)), "")
-    return dataclasses.replace(result, numbers=Numbers(source, done, values, first, DIVERGED_DB))
+    return dataclasses.replace(result, numbers=Numbers(feeds.source, done, values, first, DIVERGED_DB))
 
 
 def _pairs(comparison: Comparison) -> list[tuple[ir.Value, ir.Value]]:

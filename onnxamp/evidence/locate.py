@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnxamp.errors import AmpError, DataError
 from onnxamp.evidence.inputs import Sample
 from onnxamp.evidence.metrics import difference
-from onnxamp.evidence.values import Pair, matched, side_by_side
+from onnxamp.evidence.values import Pair, clamped, matched, side_by_side
 from onnxamp.model.metadata import noted
 from onnxamp.model.units import bodies
 from onnxamp.ort.session import SessionConfig
@@ -88,16 +88,12 @@ def first_divergence(
 
 
 def _without_masks(want: Any, got: Any, limit: float) -> tuple[Any, Any]:
-    """Both without the elements that are beyond the 16-bit range in the reference and near its edge in the candidate.
-
-    Arithmetic that leaves the range gives an infinity; only a constant that was clamped looks like this.
-    """
+    """Both without the elements that only a clamped constant explains."""
     if not isinstance(want, np.ndarray) or not isinstance(got, np.ndarray) or want.shape != got.shape:
         return want, got
     r, c = want.astype(np.float64), got.astype(np.float64)
-    size = np.abs(c)
-    clamped = (np.abs(r) > limit) & (size <= limit) & (size >= limit / 4) & (np.signbit(r) == np.signbit(c))
-    return (want[~clamped], got[~clamped]) if clamped.any() else (want, got)
+    mask = clamped(r, c, limit)
+    return (want[~mask], got[~mask]) if mask.any() else (want, got)
 
 
 def _divergence(pair: Pair, kind: str, snr: float, want: Any) -> Divergence:

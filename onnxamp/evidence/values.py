@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxamp.ort.session import SessionConfig, open_session, run
@@ -49,6 +50,17 @@ def matched(reference: ir.Model, candidate: ir.Model) -> list[Pair]:
             if value.name and other.name:
                 result.append(Pair(node, partner, value.name, other.name))
     return result
+
+
+def clamped(want: np.ndarray, got: np.ndarray, limit: float) -> np.ndarray:
+    """Which elements are beyond `limit`, the range of the 16-bit type, in the reference and near its edge in the candidate.
+
+    Arithmetic that leaves the range gives an infinity; only a constant that was clamped (to half the range by onnxamp, to 1e4 by
+    others) looks like this. Both arrays are float64.
+    """
+    size = np.abs(got)
+    near = (size <= limit) & (size >= limit / 8) & (np.signbit(want) == np.signbit(got))
+    return np.asarray((np.abs(want) > limit) & near)
 
 
 def with_outputs(model: ir.Model, names: Sequence[str]) -> ir.Model:
