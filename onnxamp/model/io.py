@@ -139,12 +139,15 @@ def _has_map(kind: onnx.TypeProto) -> bool:
 def _is_special(graph: onnx.GraphProto | onnx.FunctionProto) -> bool:
     return (
         (isinstance(graph, onnx.GraphProto) and len(graph.sparse_initializer) > 0)
-        or any(node.op_type == "Constant" and _sparse(node) is not None for node in graph.node)
+        or any(_sparse(node) is not None for node in graph.node)
         or any(_has_map(value.type) for value in _declared(graph))
     )
 
 
 def _sparse(node: onnx.NodeProto) -> onnx.AttributeProto | None:
+    """The sparse tensor of a Constant node."""
+    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
+        return None
     return next((attribute for attribute in node.attribute if attribute.HasField("sparse_tensor")), None)
 
 
@@ -155,7 +158,7 @@ def _densify(graph: onnx.GraphProto | onnx.FunctionProto) -> None:
             graph.initializer.append(_dense(sparse))
         del graph.sparse_initializer[:]
     for node in graph.node:
-        attribute = _sparse(node) if node.op_type == "Constant" else None
+        attribute = _sparse(node)
         if attribute is not None:
             dense = onnx.AttributeProto(
                 name="value", type=onnx.AttributeProto.TENSOR, t=_dense(attribute.sparse_tensor)
