@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 
 import onnx
@@ -26,6 +27,7 @@ from onnxamp.policy import codes
 from onnxamp.policy.operators import Kind, operator
 from onnxamp.policy.plan import Options, Plan, make_plan
 
+_ANONYMOUS = re.compile(r"_d\d+")  # dimensions without a name, as shape inference calls them
 _SUMMARY = "onnxamp.summary"
 
 
@@ -319,5 +321,5 @@ def _summarize(model: ir.Model, plan: Plan, before: int) -> Summary:
         weights=(before, sum(constant_tensor(value).nbytes for value in float_constants(model.graph))),
         changed=changed,
         traffic=dataclasses.asdict(plan.traffic),
-        dims=plan.dims,
+        dims={name: size for name, size in plan.dims.items() if not _ANONYMOUS.fullmatch(name)},
     )

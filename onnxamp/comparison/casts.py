@@ -12,19 +12,6 @@ from onnxamp.dtypes import BY_IR
 from onnxamp.model.tensors import cast_target
 
 
-def elements(shape: ir.Shape | None) -> tuple[int | None, bool]:
-    """Number of elements, and whether it rests on assumed sizes: 1 for an unknown first dimension, 64 for others."""
-    if shape is None:
-        return None, True
-    count, assumed = 1, False
-    for axis, size in enumerate(shape):
-        if isinstance(size, int):
-            count *= size
-        else:
-            count, assumed = count * (1 if axis == 0 else 64), True
-    return count, assumed
-
-
 def shape_text(shape: ir.Shape | None) -> str:
     """A shape as text: ``[2,N,64]``, "" if the rank is unknown, ``?`` for an unnamed dimension."""
     if shape is None:
@@ -40,7 +27,7 @@ def describe(side: Side, node: ir.Node, change: Change, others: Mapping[ir.Value
     target = cast_target(node)
     shape = result.shape if result.shape is not None else read.shape
     source = read.dtype
-    size = traffic(node)
+    size = traffic(side, node)
     root = side.root(result)
     return CastChange(
         change=change,
@@ -50,22 +37,22 @@ def describe(side: Side, node: ir.Node, change: Change, others: Mapping[ir.Value
         target=type_name(target),
         shape=shape_text(shape),
         bytes=size,
-        assumed=elements(shape)[1],
+        assumed=shape is None or any(not isinstance(dim, int) for dim in shape),
         fan_out=len(result.uses()) + result.is_graph_output(),
         constant=root in side.constants,
         redundant=redundant(side, node),
     )
 
 
-def traffic(node: ir.Node) -> int | None:
+def traffic(side: Side, node: ir.Node) -> int | None:
     """Bytes that a Cast reads and writes; None if the rank is unknown."""
     read, result = node.inputs[0], node.outputs[0]
     assert read is not None
-    count, _ = elements(result.shape if result.shape is not None else read.shape)
-    if count is None:
+    shape = result.shape if result.shape is not None else read.shape
+    if shape is None:
         return None
     kinds = read.dtype or ir.DataType.FLOAT, cast_target(node) or ir.DataType.FLOAT
-    return count * sum(kind.bitwidth // 8 for kind in kinds)
+    return side.sizes.elements(shape) * sum(kind.bitwidth // 8 for kind in kinds)
 
 
 def redundant(side: Side, node: ir.Node) -> str:

@@ -82,7 +82,7 @@ def _reaches_low(side: Side, cast: ir.Node) -> bool:
 
 def island(side: Side, region: Region, change: Change) -> Island:
     """The record of a region of `side`."""
-    sizes = [traffic(cast) for cast in (*region.entering, *region.leaving)]
+    sizes = [traffic(side, cast) for cast in (*region.entering, *region.leaving)]
     codes = counted([node.metadata_props.get("onnxamp.code", "") for node in region.nodes])
     return Island(
         change=change,

@@ -83,7 +83,7 @@ class CastChange:
         source, target: Types that it reads and writes; "" if unknown.
         shape: Shape as text, dimensions by name or number.
         bytes: Bytes read and written in one run; None if the rank is unknown.
-        assumed: Whether `bytes` rests on assumed sizes of unknown dimensions (1 for the first, 64 for others).
+        assumed: Whether `bytes` rests on assumed sizes of unknown dimensions (1 for a name that first leads a shape, 64 for others).
         fan_out: Number of reads of its result, graph outputs included.
         constant: Whether it casts a constant.
         redundant: Why it is not needed; "" if it is.

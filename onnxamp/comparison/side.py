@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from onnxamp.comparison.records import NodeRef
 from onnxamp.dtypes import BY_IR, LOW
+from onnxamp.model.dimensions import Sizes
 from onnxamp.model.tensors import cast_target
 from onnxamp.model.units import SHAPE_ONLY
 
@@ -91,6 +92,9 @@ class Side:
         declared: Types and shapes of the interface as the file has them; as the model has them if None.
         """
         self.model = model
+        self.sizes = Sizes()  # for the names of dimensions, graph inputs first, as the traffic model does
+        for value in model.graph.inputs:
+            self.sizes.elements(value.shape or ())
         self.declared = declared or {}
         self._positions = positions or {}
         self.scopes: list[Scope] = []

@@ -7,7 +7,9 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+
+import onnx_ir as ir
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _FUNCTIONS: dict[str, Callable[..., float]] = {
@@ -27,6 +29,39 @@ _OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
+
+
+FIRST_DIM, OTHER_DIM = 1, 64
+
+
+class Sizes:
+    """Sizes for the dimensions of one model, each name one number.
+
+    Attributes:
+        dims: Sizes by name. A name not given is added when first seen: 1 if it then leads a shape, else 64. Expressions of names are
+            evaluated.
+        names: The names that were met.
+    """
+
+    def __init__(self, given: Mapping[str, int] | None = None) -> None:
+        self.dims = dict(given or {})
+        self.names: set[str] = set()
+
+    def size(self, dim: int | ir.SymbolicDim, axis: int) -> int:
+        """The size of a dimension at position `axis` of a shape."""
+        if isinstance(dim, int) and dim >= 0:
+            return dim
+        default = FIRST_DIM if axis == 0 else OTHER_DIM
+        if isinstance(dim, int) or dim.value is None:  # some exporters write -1 for a dimension that they do not know
+            return default
+        for name in names(dim.value):
+            self.dims.setdefault(name, default)
+            self.names.add(name)
+        return evaluate(dim.value, self.dims)
+
+    def elements(self, shape: Iterable[int | ir.SymbolicDim]) -> int:
+        """The number of elements of a tensor of this shape."""
+        return math.prod(self.size(dim, axis) for axis, dim in enumerate(shape))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,7 +7,6 @@ and one more write. Caches, fusion and views are not modelled, so only ratios me
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
@@ -16,7 +15,6 @@ from onnxamp.model import dimensions
 from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import SHAPE_ONLY, Read, TypeGraph, Unit, all_nodes
 
-FIRST_DIM, OTHER_DIM = 1, 64
 _UNRANKED = 64
 _UNSIZED = (None, ir.DataType.STRING, ir.DataType.UNDEFINED)
 
@@ -33,8 +31,8 @@ class Traffic:
 
     def __init__(self, graph: TypeGraph, dims: Mapping[str, int]) -> None:
         self.graph = graph
-        self.dims = dict(dims)
-        self.names: set[str] = set()
+        self._sizes = dimensions.Sizes(dims)
+        self.dims, self.names = self._sizes.dims, self._sizes.names
         self._elements: dict[ir.Value, int] = {}
         for value in graph.model.graph.inputs:
             self.elements(value)
@@ -46,7 +44,7 @@ class Traffic:
         count = self._elements.get(value)
         if count is None:
             shape = value.shape
-            count = _UNRANKED if shape is None else math.prod(self._size(dim, axis) for axis, dim in enumerate(shape))
+            count = _UNRANKED if shape is None else self._sizes.elements(shape)
             assert count >= 0, f"{value.name!r} has {count} elements"
             self._elements[value] = count
         return count
@@ -75,17 +73,6 @@ class Traffic:
             for kind in wanted:
                 total += self.elements(value) * (_width(source) + _width(kind))
         return total
-
-    def _size(self, dim: int | ir.SymbolicDim, axis: int) -> int:
-        if isinstance(dim, int) and dim >= 0:
-            return dim
-        default = FIRST_DIM if axis == 0 else OTHER_DIM
-        if isinstance(dim, int) or dim.value is None:  # some exporters write -1 for a dimension that they do not know
-            return default
-        for name in dimensions.names(dim.value):
-            self.dims.setdefault(name, default)
-            self.names.add(name)
-        return dimensions.evaluate(dim.value, self.dims)
 
     def _unit_elements(self, unit: Unit) -> int:
         """Elements that the unit's node reads and writes in the unit's type; ends of bodies and of the model move nothing."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import pathlib
 import random
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
@@ -73,6 +75,7 @@ def test_redundant_casts(nodes, reasons: dict[str, str]) -> None:
         ((4, 8), "[4,8]", 192, False),
         (("n", 8), "[n,8]", 48, True),
         ((2, "n"), "[2,n]", 768, True),
+        (("n", "n"), "[n,n]", 6, True),
         ((), "[]", 6, False),
     ],
 )
@@ -262,3 +265,22 @@ def test_numbers_round_where_the_second_model_holds_16_bits() -> None:
     assert numbers is not None
     assert numbers.first_divergence == "a"
     assert {v.name: v.nonfinite for v in numbers.values} == {"a": 8, "y": 8}
+
+
+def test_inputs_are_made_up_until_the_model_runs(tmp_path: pathlib.Path) -> None:
+    """As for verify: sizes of free dimensions are tried until the graph accepts one."""
+    from onnxamp import convert, verify
+    from onnxamp.comparison.compare import Comparison
+    from onnxamp.comparison.measure import measured
+    from onnxamp.evidence.synthesis import ALTERNATIVES
+
+    size = ALTERNATIVES[0]
+    text = f"""<ir_version: 9, opset_import: ["": 17]> g (float[n, m] x) => (float[n, k] y)
+        {{ s = Constant <value_ints: ints = [-1, {size}]> ()  r = Reshape(x, s)  y = MatMul(r, w) }}"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((size, 4), np.float32), "w"))
+    onnx.save(model, tmp_path / "a.onnx")
+    convert(tmp_path / "a.onnx").save(tmp_path / "b.onnx")
+    comparison = Comparison(tmp_path / "a.onnx", tmp_path / "b.onnx")
+    assert measured(comparison, comparison.result(), "synthetic").numbers is not None
+    assert verify(tmp_path / "a.onnx", tmp_path / "b.onnx").passed
