@@ -21,10 +21,13 @@ nitpicky = False
 
 
 def generate() -> None:
-    """Write the rule pages from the policy."""
+    """Write the rule pages from the policy, and the operators from the table of gradients."""
+    from onnxamp.autodiff import coverage
     from onnxamp.policy import pages
 
-    pages.write(pathlib.Path(__file__).parent / "rules")
+    folder = pathlib.Path(__file__).parent
+    pages.write(folder / "rules")
+    coverage.write(folder / "operators.md")
 
 
 generate()
