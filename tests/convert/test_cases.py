@@ -41,7 +41,7 @@ def test_the_cases_are_there() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_cases(name: str, tmp_path: pathlib.Path, judge: types.SimpleNamespace) -> None:
+def test_cases(name: str, tmp_path: pathlib.Path, judge: types.ModuleType) -> None:
     source = FOLDER / f"{name}.onnx"
     inputs = feeds(name)
     original = onnx.load(source)
@@ -69,7 +69,7 @@ def test_cases(name: str, tmp_path: pathlib.Path, judge: types.SimpleNamespace) 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("level", ["O0", "OD", *LEVELS])
-def test_models(path: pathlib.Path, level: str, tmp_path: pathlib.Path, judge: types.SimpleNamespace) -> None:
+def test_models(path: pathlib.Path, level: str, tmp_path: pathlib.Path, judge: types.ModuleType) -> None:
     original = onnx.load(path)
     result = convert(path, tmp_path / "out.onnx", level, "fp16", False)
     low, total = judge.heavy(result)
@@ -82,7 +82,7 @@ def test_models(path: pathlib.Path, level: str, tmp_path: pathlib.Path, judge: t
         assert names == {tensor.name: tensor.data_type for tensor in original.graph.initializer}
 
 
-def test_the_modelled_traffic_is_that_of_the_file(tmp_path: pathlib.Path, judge: types.SimpleNamespace) -> None:
+def test_the_modelled_traffic_is_that_of_the_file(tmp_path: pathlib.Path, judge: types.ModuleType) -> None:
     """A counter that reads only the written file agrees with the model that chose the assignment."""
     counted = 0
     for path in MODELS:

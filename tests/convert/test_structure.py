@@ -267,3 +267,21 @@ def test_the_summary_counts_what_the_file_holds(tmp_path: pathlib.Path) -> None:
     assert notes["Softmax"]["onnxamp.code"].startswith("AMP")
     assert notes["MatMul"]["onnxamp.precision"] == "fp16"
     assert result.model.metadata_props["onnxamp.level"] == "O2"
+
+
+def test_the_judge_tells_values_of_sibling_bodies_apart(judge: types.ModuleType) -> None:
+    """Both branches call their values alike; the heavy node of the one gives the other's 16-bit Neg no purpose."""
+    text = """<ir_version: 10, opset_import: ["": 17]> g (bool c, float[4,4] x) => (float[4,4] y)
+        { y = If (c) <
+            then_branch = t () => (float[4,4] r) { [a1] a = Cast<to = 10>(x)  [mm] b = MatMul(a, a)  [r1] r = Cast<to = 1>(b) },
+            else_branch = e () => (float[4,4] r) { [a2] a = Cast<to = 10>(x)  [neg] b = Neg(a)  [r2] r = Cast<to = 1>(b) }> }"""
+    model = onnx.parser.parse_model(text)
+    source = onnx.ModelProto.FromString(model.SerializeToString())
+    for node in source.graph.node[0].attribute[0].g.node, source.graph.node[0].attribute[1].g.node:
+        for cast in (node[0], node[2]):
+            cast.attribute[0].i = onnx.TensorProto.FLOAT
+    for branch in model.graph.node[0].attribute:
+        for cast in (branch.g.node[0], branch.g.node[2]):
+            cast.metadata_props.add(key="onnxamp.cast", value="low")
+    ((only,),) = judge.purposeless(model, source)
+    assert only.endswith("Neg neg")
