@@ -58,3 +58,12 @@ def test_layer_normalization(name: str, tmp_path: pathlib.Path) -> None:
         onnxamp.convert(model(SHAPES[name]), level=level, target=target, io=io).save(paths[-1])
     assert len(paths) == 9
     loaded(paths)
+
+
+def test_the_cases(tmp_path: pathlib.Path) -> None:
+    paths = []
+    for source, level in itertools.product(sorted((pathlib.Path(__file__).parent / "cases").glob("*.onnx")), LEVELS):
+        paths.append(tmp_path / f"{source.stem}.{level}.onnx")
+        onnxamp.convert(source, level=level).save(paths[-1])
+    assert len(paths) >= 66
+    loaded(paths)
