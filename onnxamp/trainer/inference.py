@@ -82,7 +82,7 @@ def inference_model(source: ir.Model, values: Mapping[str, NDArray[Any]]) -> ir.
     places = _places(model)
     for name, value in values.items():
         place = places.get(name)
-        tensor = None if place is None else _tensor(place)
+        tensor = None if place is None else ir.convenience.get_const_tensor(place)
         if place is None or tensor is None or tuple(tensor.shape.numpy()) != value.shape:
             raise ModelError(
                 f"The bundle's model has no parameter {name!r} of shape {list(value.shape)}: build it again."
@@ -107,14 +107,6 @@ def _places(model: ir.Model) -> dict[str, ir.Value]:
             if node.op_type == "Constant" and node.domain == "":
                 places.setdefault(str(node.outputs[0].name), node.outputs[0])
     return places
-
-
-def _tensor(place: ir.Value) -> ir.TensorProtocol | None:
-    node = place.producer()
-    if node is None:
-        return place.const_value
-    attribute = node.attributes.get("value")
-    return None if attribute is None else attribute.as_tensor()
 
 
 def _set(place: ir.Value, value: NDArray[Any]) -> None:

@@ -246,6 +246,8 @@ def _choose(forward: Forward, found: Parameters, arguments: _Arguments) -> tuple
         else:
             frozen[parameter.name] = f"{_UNSURE}: {parameter.reason}"
     chosen = [name for name in forward.model.graph.initializers if name in wanted]
+    if all(parameter.size == 0 for parameter in possible):
+        raise UsageError("The model has no float weights that a node reads, so there is nothing to train.")
     if not chosen:
         raise UsageError("No parameter trains: name some with trainable, or freeze fewer.")
     return tuple(chosen), frozen

@@ -74,7 +74,7 @@ def training_form(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -
     _name_free_sizes(model)
     types.infer(model)
     inline_float_functions(model)
-    LiftConstantsToInitializersPass(lift_all_constants=False)(model)
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     _fix_initializers(model.graph)
     names = {node.name for node in model.graph}
     for index, node in enumerate(model.graph):
@@ -227,8 +227,8 @@ def _logits(value: ir.Value, loss: Loss) -> tuple[ir.Value, ir.Node | None, list
 
 
 def rows(graph: ir.Graph) -> str:
-    """Name of the input whose first dimension counts rows: the first that has a dimension."""
+    """Name of the input whose first dimension counts rows: the first that has a dimension and is read."""
     for value in graph.inputs:
-        if value.shape is None or len(value.shape):
+        if (value.uses() or value.is_graph_output()) and (value.shape is None or len(value.shape)):
             return str(value.name)
-    raise UnsupportedError("The model has no input with a dimension, so there are no rows to train on.")
+    raise UnsupportedError("No input that the model reads has a dimension, so there are no rows to train on.")

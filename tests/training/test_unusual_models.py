@@ -6,6 +6,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from onnxamp.errors import UsageError
+from onnxamp.trainer.inference import inference_model
 from onnxamp.training import build
 from onnxamp.training.optimizers import SGD
 
@@ -64,3 +66,44 @@ def test_a_parameter_without_elements_does_not_train(drive, level):
     x = np.ones((2, 4), np.float32)
     report = drive(bundle).step({"x": x, "labels": np.zeros((2, 3), np.float32)})
     assert report["loss"] == pytest.approx(np.mean((x @ W) ** 2), rel=2e-3)
+
+
+CONSTANTS = {
+    "tensor": {"value": numpy_helper.from_array(W[:, 0], "w")},
+    "floats": {"value_floats": W[:, 0].tolist()},
+}
+
+
+@pytest.mark.parametrize("value", CONSTANTS.values(), ids=CONSTANTS)
+def test_weights_in_small_constant_nodes_train_and_stay_there(value):
+    nodes = [
+        helper.make_node("Constant", [], ["w"], **value),
+        helper.make_node("Unsqueeze", ["w", "axes"], ["column"]),
+        helper.make_node("MatMul", ["x", "column"], ["y"]),
+    ]
+    axes = {"axes": np.array([1])}
+    model = _model(nodes, [("x", TensorProto.FLOAT, ["N", 4])], [("y", TensorProto.FLOAT, ["N", 1])], axes)
+    bundle = build(model, loss="mse", optimizer=SGD(lr=0.1), level="O0", trainable="w")
+    assert [tensor.name for tensor in bundle.manifest.tensors_in("master")] == ["w"]
+    np.testing.assert_array_equal(bundle.state["master/w"], W[:, 0])
+    trained = inference_model(bundle.model, {"w": W[:, 1]})
+    (constant,) = (node for node in trained.graph if node.op_type == "Constant")
+    np.testing.assert_array_equal(constant.attributes["value"].as_tensor().numpy(), W[:, 1])
+
+
+@pytest.mark.parametrize("rows", ["N", 2])
+def test_an_input_that_nothing_reads_counts_no_rows(drive, rows):
+    inputs = [("unused", TensorProto.FLOAT, [rows, 2]), ("x", TensorProto.FLOAT, [rows, 4])]
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    model = _model(nodes, inputs, [("y", TensorProto.FLOAT, [rows, 3])], {"w": W})
+    bundle = build(model, loss="mse", optimizer=SGD(lr=0.1), level="O0")
+    assert bundle.manifest.rows == "x"
+    assert bundle.input_names == {"unused", "x"}
+    assert drive(bundle).step({"x": np.ones((2, 4), np.float32), "labels": np.zeros((2, 3), np.float32)})["rows"] == 2
+
+
+def test_a_model_without_weights_is_refused():
+    nodes = [helper.make_node("Relu", ["x"], ["y"])]
+    model = _model(nodes, [("x", TensorProto.FLOAT, ["N", 4])], [("y", TensorProto.FLOAT, ["N", 4])], {})
+    with pytest.raises(UsageError, match="no float weights"):
+        build(model, loss="mse", optimizer=SGD(lr=0.1))
