@@ -172,7 +172,7 @@ def content_digest(graphs: Mapping[str, ir.Model], state: Mapping[str, np.ndarra
         whole.update(ir.to_proto(bare).SerializeToString(deterministic=True))
     for key, array in sorted(state.items()):
         add(key, str(array.dtype), array.shape)
-        whole.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        whole.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return whole.hexdigest()
 
 
