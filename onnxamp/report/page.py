@@ -43,7 +43,12 @@ def _cell(value: Cell | Link) -> str:
 
 
 def _table(table: Table) -> str:
-    head = "".join(f'<th tabindex="0" scope="col">{html.escape(c)}</th>' for c in table.columns)
+    cells = [[row[k] for row in table.rows if row[k] not in (None, "")] for k in range(len(table.columns))]
+    numeric = [bool(column) and all(type(cell) in (int, float) for cell in column) for column in cells]
+    head = "".join(
+        f'<th tabindex="0" scope="col"{kind}>{html.escape(column)}</th>'
+        for column, kind in zip(table.columns, [' class="n"' if right else "" for right in numeric], strict=True)
+    )
     rows = [
         f"<tr{' hidden' if k >= table.limit else ''}>{''.join(_cell(c) for c in row)}</tr>"
         for k, row in enumerate(table.rows[:MOST_ROWS])

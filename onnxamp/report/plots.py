@@ -42,6 +42,26 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+def log_ticks(low: float, high: float, count: int = 6) -> list[float]:
+    """Logarithms to base ten, inside [low, high], of round numbers: powers of ten, over less than a decade powers of two or tenths."""
+    if high - low >= 1:
+        step = max(1, round((high - low) / count))
+        return [float(k) for k in range(math.ceil(low), math.floor(high) + 1, step)]
+    two = math.log10(2)
+    powers = [k * two for k in range(math.ceil(low / two), math.floor(high / two) + 1)]
+    if powers:
+        return powers
+    return [math.log10(value) for value in ticks(10**low, 10**high) if value > 0]
+
+
+def tick_text(value: float, others: Sequence[float]) -> str:
+    """`number` for a tick: all of an axis in one notation, that of the largest."""
+    largest = max((abs(v) for v in others), default=0.0)
+    if value == 0 or not 1e-3 <= largest < 1e6:
+        return number(value)
+    return f"{value:.4g}" if largest < 1e4 and abs(value) >= 1e-4 else f"{value:,.10g}"
+
+
 def number(value: float) -> str:
     """A short text for a number on an axis or in a table."""
     if value == 0 or not math.isfinite(value):
@@ -87,12 +107,9 @@ def line_plot(plot: LinePlot) -> str:
         return HEIGHT - BOTTOM - (y - y0) / (y1 - y0) * (HEIGHT - TOP - BOTTOM)
 
     svg = [f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(plot.title)}">']
-    rows = ticks(y0, y1)
-    if plot.log_y and y1 - y0 >= 1:
-        step = max(1, round((y1 - y0) / 6))
-        rows = [float(k) for k in range(math.ceil(y0), math.floor(y1) + 1, step)]
+    rows = log_ticks(y0, y1) if plot.log_y else ticks(y0, y1)
     for y in rows:
-        text = number(10**y) if plot.log_y else number(y)
+        text = number(10**y) if plot.log_y else tick_text(y, rows)
         svg.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}"/>')
         svg.append(f'<text class="tick" x="{LEFT - 6}" y="{py(y) + 4:.1f}" text-anchor="end">{text}</text>')
     for x in ticks(x0, x1, 7):

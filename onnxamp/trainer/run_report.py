@@ -57,8 +57,11 @@ def scale_hint(windows: Sequence[Entry], limit: int = 2000) -> str | None:
             f"The initial loss scale {scale_text(first)} was too high: the first {leading} windows were skipped until it "
             f"had come down to {scale_text(settled)}. Start with --init-scale {scale_text(settled)} to save them."
         )
-    if first > 1 and not skipped and not moved and len(windows) >= 100:
-        return f"The loss scale never had to back off from {scale_text(first)}: this run would have borne a higher initial one."
+    if 1 < first < 2**24 and not skipped and not moved and len(windows) >= 100:
+        return (
+            f"The loss scale never had to back off from {scale_text(first)}: --loss-scale dynamic --init-scale "
+            f"{scale_text(min(16 * first, 2.0**24))} would keep more of small gradients."
+        )
     return None
 
 
@@ -73,9 +76,10 @@ def _figures(windows: Sequence[Entry], evaluations: Sequence[Entry], reason: str
         items.append(("skipped", f"{skipped:,}", f"{skipped / len(windows):.1%} of the windows"))
         tail = [e["loss"] for e in windows[-20:] if math.isfinite(e["loss"]) and not e["empty"]]
         items.append(("loss", f"{sum(tail) / len(tail):.4g}" if tail else "not finite", "mean of the last windows"))
-    for name, value in evaluations[-1].items() if evaluations else ():
-        if name not in ("kind", "window", "step", "epoch"):
-            items.append((name, f"{value:.4g}", "last evaluation"))
+    if evaluations:
+        best = min(evaluations, key=lambda entry: entry["val_loss"] if math.isfinite(entry["val_loss"]) else math.inf)
+        note = f"at the best val_loss, window {best['window']:,}"
+        items += [(k, f"{v:.4g}", note) for k, v in best.items() if k not in ("kind", "window", "step", "epoch")]
     if seconds:
         items.append(("throughput", f"{rows / seconds:,.0f} rows/s", f"{waited / seconds:.1%} waiting for data"))
         items.append(("training time", amount(seconds), f"{rows:,} rows"))
@@ -105,7 +109,7 @@ def _plots(windows: Sequence[Entry], evaluations: Sequence[Entry]) -> list[Secti
         k for k in (evaluations[-1] if evaluations else {}) if k not in ("kind", "window", "step", "epoch", "val_loss")
     ]
     plots += [
-        LinePlot(name, [Series(name, at, [float(e.get(name, math.nan)) for e in evaluations])], "window", name)
+        LinePlot(name, [Series(name, at, [float(e.get(name, math.nan)) for e in evaluations])], "window")
         for name in named
     ]
     plots.append(LinePlot("Learning rate", [series("learning rate", "learning_rate")], "window"))

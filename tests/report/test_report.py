@@ -16,7 +16,7 @@ import pytest
 from onnxamp.report import Box, Figures, Graph, GraphView, LinePlot, Link, Note, Series, Table, page
 from onnxamp.report.graph import LEVEL, Fold, common_prefix, folded, view_data
 from onnxamp.report.layout import GAP, layout
-from onnxamp.report.plots import number, thin, ticks
+from onnxamp.report.plots import log_ticks, number, thin, tick_text, ticks
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'\u2028"
 
@@ -91,6 +91,36 @@ def test_thinning_keeps_spikes_and_gaps() -> None:
 )
 def test_ticks(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (30000, 140000, [32768, 65536, 131072]),
+        (0.5, 200, [1, 10, 100]),
+        (900, 1000, [900, 920, 940, 960, 980, 1000]),
+    ],
+)
+def test_log_ticks(low: float, high: float, expected: list[float]) -> None:
+    assert [10**y for y in log_ticks(math.log10(low), math.log10(high))] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([0.0009, 0.00095, 0.0011], ["0.0009", "0.00095", "0.0011"]),
+        ([8e-4, 9e-4], ["8e-4", "9e-4"]),
+        ([0, 5000, 10000], ["0", "5,000", "10,000"]),
+    ],
+)
+def test_ticks_of_an_axis_have_one_notation(values: list[float], texts: list[str]) -> None:
+    assert [tick_text(value, values) for value in values] == texts
+
+
+def test_heads_are_aligned_as_their_columns() -> None:
+    text = page("t", [Table("T", ["name", "size", "mixed"], [["a", 1, "x"], ["b", None, 2]])])
+    heads = re.findall(r'<th tabindex="0" scope="col"([^>]*)>(\w+)', text)
+    assert heads == [("", "name"), (' class="n"', "size"), ("", "mixed")]
 
 
 @pytest.mark.parametrize(

@@ -364,7 +364,8 @@ def test_the_hint_on_the_initial_scale():
     hint = scale_hint(list(windows(True, True, True, False, False)))
     assert hint is not None
     assert hint.endswith("Start with --init-scale 8192 to save them.")
-    assert "never had to back off from 65536" in str(scale_hint(list(windows(*[False] * 200))))
+    hint = str(scale_hint(list(windows(*[False] * 200))))
+    assert "never had to back off from 65536: --loss-scale dynamic --init-scale 1048576" in hint
     assert scale_hint(list(windows(*[False] * 200, scale=1.0))) is None
     assert scale_hint(list(windows(*[False] * 100, True, *[False] * 100))) is None
 
