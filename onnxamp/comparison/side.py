@@ -93,8 +93,8 @@ class Side:
         """
         self.model = model
         self.sizes = Sizes()  # for the names of dimensions, graph inputs first, as the traffic model does
-        for value in model.graph.inputs:
-            self.sizes.elements(value.shape or ())
+        for graph_input in model.graph.inputs:
+            self.sizes.elements(graph_input.shape or ())
         self.declared = declared or {}
         self._positions = positions or {}
         self.scopes: list[Scope] = []

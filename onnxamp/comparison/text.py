@@ -106,8 +106,16 @@ def codes_text(codes: Iterable[tuple[str, int]]) -> str:
 
 
 def island_rows(islands: Sequence[Island]) -> list[tuple[str, ...]]:
+    """A row for each island; what to do about a code stands where the code first does."""
     rows: list[tuple[str, ...]] = []
+    told: dict[str, str] = {}
     for k, island in enumerate(islands, 1):
+        place = str(island.nodes[0])
+        advice = []
+        for remedy in island.remedies:
+            nodes, _, text = remedy.partition("): ")
+            first = told.setdefault(text, place)
+            advice.append(remedy if first == place else f"{nodes}): as for the island of {first}")
         shown = ", ".join(f"{node} ({node.op})" for node in island.nodes[:4])
         if len(island.nodes) > 4:
             shown += f" and {len(island.nodes) - 4} more"
@@ -117,7 +125,7 @@ def island_rows(islands: Sequence[Island]) -> list[tuple[str, ...]]:
                 shown,
                 f"{len(island.entering)} in, {len(island.leaving)} out, {size(island.bytes)}",
                 codes_text(island.codes),
-                "; ".join(island.remedies) or "-",
+                "; ".join(advice) or "-",
             )
         )
     return rows

@@ -89,6 +89,7 @@ def _tables(builder: Builder, result: GraphDiff) -> list[report.Section]:
         if part.title == "fp32 islands":
             for row, island in zip(rows, result.islands, strict=True):
                 row[0] = link(island.nodes[0], island.change == "added")
+                row[-1] = str(row[-1]).replace("`", "")
         elif part.title == "Casts":
             for row, cast in zip(rows, result.casts, strict=True):
                 row[2] = Link(str(row[2]), target) if (target := _target(builder, cast.node, cast.change)) else row[2]

@@ -15,8 +15,9 @@ from onnx import TensorProto, helper
 
 from onnxamp import convert, diff
 from onnxamp.commands.diff import command
+from onnxamp.comparison.records import Island, NodeRef
 from onnxamp.comparison.schema import schema
-from onnxamp.comparison.text import size, to_markdown, to_text, verdict
+from onnxamp.comparison.text import island_rows, size, to_markdown, to_text, verdict
 from onnxamp.errors import AmpError
 
 GPT = pathlib.Path(__file__).parents[2] / "models" / "gpt.onnx"
@@ -192,3 +193,14 @@ def test_sizes_as_text() -> None:
 def test_verdict_names_models_in_memory() -> None:
     model = onnx.load(GPT)
     assert verdict(diff(model, model)) == "the first model and the second model are the same."
+
+
+def test_advice_on_a_code_stands_once() -> None:
+    """In the order of the islands; later ones refer to the first."""
+
+    def island(node: str) -> Island:
+        ref = NodeRef("", 0, node, "Exp")
+        return Island("added", (ref,), (), (), 0, (("AMP101", 1),), (f"AMP101 ({node}): Keep it.",))
+
+    rows = island_rows([island("a"), island("b")])
+    assert [row[-1] for row in rows] == ["AMP101 (a): Keep it.", "AMP101 (b): as for the island of a"]
