@@ -15,7 +15,7 @@ from typing import Any
 
 from onnxamp.errors import ModelError
 
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 64
 """Bytes; every tensor of an arena starts at a multiple of it."""
 PARAMETER_ALIGNMENT = 32
@@ -262,7 +262,8 @@ class Manifest:
             version = raw["version"]
             if version != VERSION:
                 raise ModelError(
-                    f"The bundle has format version {version}; this onnxamp reads {VERSION}: build it again."
+                    f"The bundle was made by another version of onnxamp (format version {version}; this one reads {VERSION}): "
+                    "build it again."
                 )
             return cls(
                 level=raw["level"],
@@ -281,7 +282,8 @@ class Manifest:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as problem:
             raise ModelError(
-                f"manifest.json is not a bundle's manifest ({problem}): build the bundle again."
+                f"manifest.json is not a bundle's manifest ({type(problem).__name__}: {problem}), or was made by another version of "
+                "onnxamp: build the bundle again."
             ) from problem
 
 
