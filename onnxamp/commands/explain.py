@@ -175,8 +175,10 @@ def _find(model: ir.Model, path: str, name: str, calls: dict[str | None, list[st
             f"of them, or a result ({', '.join(calls[name])})."
         )
     names = [text for node in nodes for text in (node.name, *(value.name for value in node.outputs)) if text]
-    close = difflib.get_close_matches(name, names, 3, 0.4)
-    close += [text for text in names if name and name in text and text not in close][: 3 - len(close)]
+    # What begins with the text is more likely meant than what merely has its length.
+    begins = [text for text in names if name and text.startswith(name)]
+    holds = [text for text in names if name and name in text]
+    close = list(dict.fromkeys([*begins, *holds, *difflib.get_close_matches(name, names, 3, 0.4)]))[:3]
     hint = f"; near it: {', '.join(close)}" if close else ""
     raise UsageError(f"{path} has no node called {name!r}{hint}.")
 

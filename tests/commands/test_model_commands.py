@@ -178,6 +178,15 @@ def test_explain(run: Run, model: pathlib.Path) -> None:
     assert "add the name of a node" in run("explain", "net.onnx")[2]
 
 
+def test_explain_offers_what_begins_with_the_text(run: Run, tmp_path: pathlib.Path) -> None:
+    nodes = "[node_layer_norm_17] a = Relu(x) [node_lag] b = Relu(a) [node_max] c = Relu(b) [node_lap] y = Relu(c)"
+    proto = parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> g (float[4] x) => (float[4] y) {{ {nodes} }}')
+    onnx.save(proto, tmp_path / "n.onnx")
+    code, _, err = run("explain", "n.onnx", "node_lay")
+    assert code == 2
+    assert "near it: node_layer_norm_17" in " ".join(err.split())
+
+
 def test_emulate_and_verify(run: Run, model: pathlib.Path) -> None:
     run("convert", "net.onnx", "-o", "low.onnx")
     code, out, _ = run("emulate", "low.onnx", "-o", "twin.onnx")

@@ -273,6 +273,11 @@ def test_the_options_build_the_same_bundle(model):
     assert build(model, **options).manifest == first.manifest
 
 
+def test_graphs_name_their_producer_without_the_version_of_another(model):
+    graphs = build(model, loss="cross_entropy", optimizer="sgd", level="O0").graphs
+    assert {(graph.producer_name, graph.producer_version) for graph in graphs.values()} == {("onnxamp", None)}
+
+
 def test_which_parameters_train(model):
     def masters(**options):
         manifest = build(model, loss="cross_entropy", optimizer="sgd", level="O0", **options).manifest
