@@ -82,7 +82,7 @@ def inference_model(source: ir.Model, values: Mapping[str, NDArray[Any]]) -> ir.
     places = _places(model)
     for name, value in values.items():
         place = places.get(name)
-        tensor = None if place is None else ir.convenience.get_const_tensor(place)
+        tensor = None if place is None else _tensor(place)
         if place is None or tensor is None or tuple(tensor.shape.numpy()) != value.shape:
             raise ModelError(
                 f"The bundle's model has no parameter {name!r} of shape {list(value.shape)}: build it again."
@@ -107,6 +107,18 @@ def _places(model: ir.Model) -> dict[str, ir.Value]:
             if node.op_type == "Constant" and node.domain == "":
                 places.setdefault(str(node.outputs[0].name), node.outputs[0])
     return places
+
+
+def _tensor(place: ir.Value) -> ir.TensorProtocol | None:
+    node = place.producer()
+    if node is None:
+        return place.const_value
+    for form, attribute in node.attributes.items():
+        if form == "value":
+            return attribute.as_tensor()
+        if form in ("value_float", "value_floats"):
+            return ir.tensor(np.asarray(attribute.value, np.float32))
+    return None
 
 
 def _set(place: ir.Value, value: NDArray[Any]) -> None:
