@@ -285,3 +285,13 @@ def test_the_judge_tells_values_of_sibling_bodies_apart(judge: types.ModuleType)
             cast.metadata_props.add(key="onnxamp.cast", value="low")
     ((only,),) = judge.purposeless(model, source)
     assert only.endswith("Neg neg")
+
+
+def test_the_summary_names_no_anonymous_dimension() -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> g (float[n,4] x, bool[n] m) => (float[k,4] y) { c = Compress<axis=0>(x, m) '
+        "r = Relu(c) y = Compress<axis=0>(r, m) }"
+    )
+    result = onnxamp.convert(model)
+    assert any(name.startswith("_d") for name in result.plan.dims)
+    assert set(result.summary.dims) <= {"n", "k"}
