@@ -92,9 +92,7 @@ class Trainer:
         self._reduce = Program(self._executable("reduce"), graphs["reduce"], place)
         self._update = Update(self._executable("update"), graphs["update"], place, threads)
         self._grad.program(accumulate == 1)  # what cannot run here should be said now
-        self._check = BatchCheck(
-            self._batch_ports(), self.manifest.rows, self.manifest.labels, self.bundle.input_names
-        )
+        self._check = BatchCheck(self._batch_ports(), self.manifest.rows, self.manifest.labels, self.bundle.input_names)
         self._loop = Loop(
             self.manifest,
             self._arenas,

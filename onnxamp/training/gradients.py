@@ -135,7 +135,10 @@ class _Graph:
         unused = {str(value.name) for value in graph.inputs if not value.uses() and not value.is_graph_output()}
         graph.inputs[:] = [value for value in graph.inputs if value.name not in unused]
         self.model.ir_version = fragment.IR_VERSION
-        self.model.producer_name, self.model.producer_version = "onnxamp", None  # not the version of the model's own producer
+        self.model.producer_name, self.model.producer_version = (
+            "onnxamp",
+            None,
+        )  # not the version of the model's own producer
         order = {value.name: index for index, value in enumerate(graph.inputs)}
         inputs = sorted((port for port in self.inputs if port.name not in unused), key=lambda port: order[port.name])
         return self.model, GraphPorts(file, tuple(inputs), tuple(self.results))
