@@ -26,7 +26,9 @@ from onnxamp.comparison.records import (
     NodeChange,
     Renamed,
     Retyped,
+    casts_in_order,
     counted,
+    nodes_in_order,
 )
 from onnxamp.comparison.side import Scope, Side, bodies, node_name, operator, type_name
 from onnxamp.model import io, types
@@ -71,10 +73,10 @@ class Comparison:
             after=_info(self.b, self.labels[1]),
             matched=len(self.match.nodes),
             retyped=tuple(self._retyped()),
-            casts=tuple(sorted(self._casts(), key=lambda c: (c.change, c.node))),
+            casts=casts_in_order(self._casts()),
             islands=tuple(self._islands()),
             constants=tuple(self._constants()),
-            nodes=tuple(
+            nodes=nodes_in_order(
                 [NodeChange("removed", self.a.ref(n)) for n in removed]
                 + [NodeChange("added", self.b.ref(n)) for n in added]
             ),

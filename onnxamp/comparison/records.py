@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from onnxamp.comparison.numbers import Numbers
@@ -325,12 +326,23 @@ class GraphDiff:
     def mirrored(self) -> GraphDiff:
         """`diff(b, a)`."""
         lists: dict[str, Any] = {name: tuple(item.mirrored() for item in getattr(self, name)) for name in LISTS}
+        lists["casts"], lists["nodes"] = casts_in_order(lists["casts"]), nodes_in_order(lists["nodes"])
         return dataclasses.replace(self, before=self.after, after=self.before, **lists)
 
     def to_json(self) -> dict[str, Any]:
         """The diff as JSON data, after the schema `onnxamp/comparison/schema.json`."""
         data = dataclasses.asdict(self)
         return {"format": "onnxamp-diff/1", "empty": self.empty, "others": self.others, **data}
+
+
+def casts_in_order(casts: Iterable[CastChange]) -> tuple[CastChange, ...]:
+    """Casts as a diff lists them: added ones first, each kind by its node."""
+    return tuple(sorted(casts, key=lambda cast: (cast.change, cast.node)))
+
+
+def nodes_in_order(nodes: Iterable[NodeChange]) -> tuple[NodeChange, ...]:
+    """Nodes as a diff lists them: removed ones first, each kind in the order of its graph."""
+    return tuple(sorted(nodes, key=lambda node: node.change != "removed"))
 
 
 LISTS = ("retyped", "casts", "islands", "constants", "nodes", "renamed", "moved", "edited", "model")

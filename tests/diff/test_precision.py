@@ -284,3 +284,20 @@ def test_inputs_are_made_up_until_the_model_runs(tmp_path: pathlib.Path) -> None
     comparison = Comparison(tmp_path / "a.onnx", tmp_path / "b.onnx")
     assert measured(comparison, comparison.result(), "synthetic").numbers is not None
     assert verify(tmp_path / "a.onnx", tmp_path / "b.onnx").passed
+
+
+def test_a_mirror_lists_in_the_order_of_the_diff() -> None:
+    """Casts and nodes that came and went at once: the mirror image is the diff of the swapped models, order included."""
+    before = model([cast("x", "a", FLOAT), relu("a", "b"), helper.make_node("Exp", ["b"], ["y"], "exp")])
+    after = model(
+        [
+            cast("x", "h", HALF),
+            cast("h", "a", HALF),
+            relu("a", "b"),
+            cast("b", "w", FLOAT),
+            helper.make_node("Tanh", ["w"], ["y"], "tanh"),
+        ]
+    )
+    there, back = diff(before, after), diff(after, before)
+    assert {c.change for c in there.casts} == {n.change for n in there.nodes} == {"added", "removed"}
+    assert there.mirrored().to_json() == back.to_json()
