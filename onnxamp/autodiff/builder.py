@@ -29,11 +29,12 @@ class Builder(Emitter):
         *,
         outputs: int = 1,
         domain: str = "",
+        fresh: bool = False,
     ) -> tuple[ir.Value, ...]:
         """As `Emitter.emit`; an Expand that broadcasting makes needless is looked through."""
         if op_type in _BROADCASTING and domain == "":
             inputs = self._without_expand(list(inputs))
-        return super().emit(op_type, inputs, attributes, outputs=outputs, domain=domain)
+        return super().emit(op_type, inputs, attributes, outputs=outputs, domain=domain, fresh=fresh)
 
     def _without_expand(self, inputs: list[Operand]) -> list[Operand]:
         for position, value in enumerate(inputs):

@@ -155,17 +155,18 @@ class Emitter:
         *,
         outputs: int = 1,
         domain: str = "",
+        fresh: bool = False,
     ) -> tuple[ir.Value, ...]:
-        """Append one node, or find it; returns its outputs."""
+        """Append one node, or (unless `fresh`) find it; returns its outputs."""
         first = next((value for value in inputs if isinstance(value, ir.Value)), None)
         floats = next((v.dtype for v in inputs if isinstance(v, ir.Value) and v.dtype in FLOATS), None)
         values = [self._operand(value, first) for value in inputs]
         if domain == "" and floats is not None and op_type in self._fp32_only(floats):
             low = floats
             values = [self.cast(v, ir.DataType.FLOAT) if v is not None and v.dtype == low else v for v in values]
-            results = self._append(op_type, values, attributes, outputs, domain)
+            results = self._append(op_type, values, attributes, outputs, domain, fresh)
             return tuple(self.cast(v, low) if v.dtype == ir.DataType.FLOAT else v for v in results)
-        return self._append(op_type, values, attributes, outputs, domain)
+        return self._append(op_type, values, attributes, outputs, domain, fresh)
 
     def body(self, name: str) -> Self:
         """A builder for an empty graph that will be the body of a node; its names are distinct from all others."""
@@ -256,13 +257,14 @@ class Emitter:
         attributes: dict[str, Any] | None,
         outputs: int,
         domain: str,
+        fresh: bool = False,
     ) -> tuple[ir.Value, ...]:
         inputs = list(inputs)
         while inputs and inputs[-1] is None:
             inputs.pop()
         node = ir.node(op_type, inputs, attributes or None, num_outputs=outputs, domain=domain)
         key = _key(node)
-        if key is not None and key in self._known:
+        if key is not None and key in self._known and not fresh:
             for position in range(len(inputs)):
                 node.replace_input_with(position, None)
             return self._known[key]
@@ -305,9 +307,14 @@ class Emitter:
         node.outputs[0].type = ir.TensorType(dtype)
 
 
+def is_random(node: ir.Node) -> bool:
+    """Whether a node may give another result when it runs again."""
+    return node.op_type in _UNREPEATABLE or (node.op_type == "Dropout" and len(node.inputs) > 2)
+
+
 def _key(node: ir.Node) -> object | None:
     """What makes two nodes the same computation, or None where that cannot be said."""
-    if node.op_type in _UNREPEATABLE or (node.op_type == "Dropout" and len(node.inputs) > 2):
+    if is_random(node):
         return None
     attributes = []
     for name, attr in sorted(node.attributes.items()):

@@ -47,8 +47,8 @@ def backward(
     nodes = list(graph)
     order = _supported_path(nodes, seeds, wrt)
     op = Builder(graph, opset_imports)
-    result = _walk(op, order, _active(nodes, wrt), seeds, wrt)
-    _prune(graph, op.emitted, result.values())
+    result = _walk(op, order, active(nodes, wrt), seeds, wrt)
+    prune(graph, op.emitted, result.values())
     return result
 
 
@@ -63,19 +63,22 @@ def through(
         gradients: The gradient of each, or None.
         inputs: What the simpler operators read; None and values that are not wanted get None.
     """
-    seeds = {value: g for value, g in zip(outputs, gradients, strict=False) if g is not None}
+    seeds: dict[ir.Value, ir.Value] = {}
+    for value, g in zip(outputs, gradients, strict=False):
+        if g is not None:
+            seeds[value] = op.Add(seeds[value], g) if value in seeds else g
     wrt = [value for position, value in enumerate(inputs) if value is not None and position in op.wanted]
-    nodes = _between(seeds, set(wrt))
+    nodes = _between(op.graph, seeds, set(wrt))
     order = _supported_path(nodes, seeds, wrt)
     with op.nested():
-        result = _walk(op, order, _active(nodes, wrt), seeds, wrt)
+        result = _walk(op, order, active(nodes, wrt), seeds, wrt)
     return [None if value is None else result.get(value) for value in inputs]
 
 
 def _walk(
     op: Builder,
     order: Sequence[ir.Node],
-    active: set[ir.Value],
+    reached: set[ir.Value],
     seeds: Mapping[ir.Value, ir.Value],
     wrt: Sequence[ir.Value],
 ) -> dict[ir.Value, ir.Value]:
@@ -87,7 +90,7 @@ def _walk(
         if all(g is None for g in gradients):
             continue
         op.enter(node)
-        for value, g in _differentiate(op, node, gradients, active):
+        for value, g in _differentiate(op, node, gradients, reached):
             pending.setdefault(value, []).append(g)
     result = {}
     for value in wrt:
@@ -98,10 +101,11 @@ def _walk(
     return result
 
 
-def _between(targets: Iterable[ir.Value], sources: set[ir.Value]) -> list[ir.Node]:
-    """The nodes that `targets` are computed with, in topological order, not going past `sources`."""
+def _between(graph: ir.Graph, targets: Iterable[ir.Value], sources: set[ir.Value]) -> list[ir.Node]:
+    """The nodes of `graph` that `targets` are computed with, in topological order, not going past `sources`."""
     order: dict[ir.Node, None] = {}
-    stack = [(node, False) for value in targets if value not in sources and (node := value.producer()) is not None]
+    made = {value: node for value in targets if (node := value.producer()) is not None and node.graph is graph}
+    stack = [(node, False) for value, node in made.items() if value not in sources]
     while stack:
         node, visited = stack.pop()
         if visited:
@@ -109,7 +113,10 @@ def _between(targets: Iterable[ir.Value], sources: set[ir.Value]) -> list[ir.Nod
         elif node not in order:
             stack.append((node, True))
             for value in [*node.inputs, *captured(node)]:
-                if value is not None and value not in sources and (before := value.producer()) is not None:
+                if value is None or value in sources:
+                    continue
+                before = value.producer()
+                if before is not None and before.graph is graph:
                     stack.append((before, False))
     return list(order)
 
@@ -118,13 +125,13 @@ def differentiable_path(
     nodes: Sequence[ir.Node], targets: Iterable[ir.Value], wrt: Iterable[ir.Value]
 ) -> list[ir.Node]:
     """The nodes, in order, through which a change of `wrt` reaches `targets` with a derivative that is not zero."""
-    active = _active(nodes, wrt)
+    reached = active(nodes, wrt)
     useful = set(targets)
     path = []
     for node in reversed(nodes):
-        if not any(value in useful and value in active for value in node.outputs):
+        if not any(value in useful and value in reached for value in node.outputs):
             continue
-        entries = [value for value in _entries(node) if value in active]
+        entries = [value for value in _entries(node) if value in reached]
         if entries:
             path.append(node)
             useful.update(entries)
@@ -133,7 +140,7 @@ def differentiable_path(
 
 def without_gradient(path: Sequence[ir.Node], wrt: Iterable[ir.Value]) -> dict[str, list[str]]:
     """Operators, and ``operand scales of Resize`` and the like, on a path of `differentiable_path` that have no rule → names of nodes."""
-    active = _active(path, wrt)
+    reached = active(path, wrt)
     found: dict[str, list[str]] = {}
     for node in path:
         rule = rule_of(node)
@@ -143,7 +150,7 @@ def without_gradient(path: Sequence[ir.Node], wrt: Iterable[ir.Value]) -> dict[s
             lacking = [
                 position
                 for position, value in enumerate(node.inputs)
-                if value in active and value is not None and value.dtype in FLOATS and rule.lacks(position)
+                if value in reached and value is not None and value.dtype in FLOATS and rule.lacks(position)
             ]
             labels = [f"operand {operand(node, position)} of {operator}" for position in lacking]
         for label in labels:
@@ -209,16 +216,17 @@ def captured(node: ir.Node) -> list[ir.Value]:
     return list(found)
 
 
-def _active(nodes: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> set[ir.Value]:
-    active = set(wrt)
+def active(nodes: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> set[ir.Value]:
+    """The values that change with `wrt`, with a derivative that is not zero, `wrt` among them."""
+    reached = set(wrt)
     for node in nodes:
-        if any(value in active for value in _entries(node)):
-            active.update(value for value in node.outputs if value.dtype in FLOATS or value.dtype is None)
-    return active
+        if any(value in reached for value in _entries(node)):
+            reached.update(value for value in node.outputs if value.dtype in FLOATS or value.dtype is None)
+    return reached
 
 
 def _differentiate(
-    op: Builder, node: ir.Node, gradients: list[ir.Value | None], active: set[ir.Value]
+    op: Builder, node: ir.Node, gradients: list[ir.Value | None], reached: set[ir.Value]
 ) -> list[tuple[ir.Value, ir.Value]]:
     """Each active value that one node reads with the gradient that it gets there, in its type and shape."""
     rule = rule_of(node)
@@ -229,7 +237,7 @@ def _differentiate(
         position
         for position, value in enumerate(values)
         if value is not None
-        and value in active
+        and value in reached
         and value in entries
         and (rule.inputs is None or position in rule.inputs)
     )
@@ -270,7 +278,7 @@ def _total(
     return total
 
 
-def _prune(graph: ir.Graph, emitted: Iterable[ir.Node], keep: Iterable[ir.Value]) -> None:
+def prune(graph: ir.Graph, emitted: Iterable[ir.Node], keep: Iterable[ir.Value]) -> None:
     """Remove emitted nodes that nothing uses."""
     needed = set(keep)
     for node in reversed(list(emitted)):

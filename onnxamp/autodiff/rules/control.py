@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from onnxamp.autodiff.bodies import close, rebuild
 from onnxamp.autodiff.builder import Builder
 from onnxamp.autodiff.registry import Gradients, gradient
 from onnxamp.autodiff.reverse import captured, through
@@ -19,9 +20,7 @@ def if_(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
     branches = {}
     for name in ("then_branch", "else_branch"):
         body = op.body(name)
-        found = _branch(body, node.attributes[name].as_graph(), gradients, [values[p] for p in wanted])
-        body.graph.outputs.extend(found)
-        branches[name] = body.graph
+        branches[name] = _branch(body, node.attributes[name].as_graph(), gradients, [values[p] for p in wanted])
     results = op.emit("If", [node.inputs[0]], branches, outputs=len(wanted))
     slopes: list[ir.Value | None] = [None] * (1 + len(values))
     for position, result in zip(wanted, results, strict=True):
@@ -32,30 +31,9 @@ def if_(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
 
 def _branch(
     body: Builder, source: ir.Graph, gradients: Sequence[ir.Value | None], values: Sequence[ir.Value]
-) -> list[ir.Value]:
-    """Write the nodes of a branch into `body` and give the gradients of `values`; zeros where there is none."""
-    actual: dict[ir.Value, ir.Value] = {}
-    for value in source.initializers.values():
-        assert value.const_value is not None
-        actual[value] = body.constant(value.const_value.numpy())
-    for step in source:
-        body.refuse(
-            any(attr.type == ir.AttributeType.GRAPH for attr in step.attributes.values()), "a branch with bodies"
-        )
-        inputs = [None if value is None else actual.get(value, value) for value in step.inputs]
-        attributes = dict(step.attributes)
-        results = body.emit(step.op_type, inputs, attributes, outputs=len(step.outputs), domain=step.domain)
-        for old, new in zip(step.outputs, results, strict=True):
-            actual[old] = new
-            if new.type is None:
-                new.type = old.type
-            if old.shape is not None and new.shape is None:
-                new.shape = old.shape
+) -> ir.Graph:
+    """The gradients of `values` through one branch; zeros where there is none."""
+    outputs = rebuild(body, source, {})
     body.wanted = frozenset(range(len(values)))
-    outputs = [actual.get(value, value) for value in source.outputs]
     found = through(body, outputs, gradients, values)
-    given: list[ir.Value] = []
-    for g, value in zip(found, values, strict=True):
-        g = body.zeros(value) if g is None else g
-        given.append(body.Identity(g) if g.graph is not body.graph or g in given or g.is_initializer() else g)
-    return given
+    return close(body, [body.zeros(value) if g is None else g for g, value in zip(found, values, strict=True)])
