@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import gc
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import onnx
 import onnx_ir as ir
@@ -223,12 +225,26 @@ def convert_with(
     ranges: Mapping[str, float] | None = None,
 ) -> ConvertResult:
     """`convert` with all that was asked for in one object."""
-    return _convert(model, options, ranges, keep_shapes=False)
+    with _collector_paused():
+        return _convert(model, options, ranges, keep_shapes=False)
 
 
 def mixed(model: ir.Model, options: Options) -> ConvertResult:
     """`convert` for a caller that goes on with the graph: all inferred shapes stay on the values."""
-    return _convert(model, options, None, keep_shapes=True)
+    with _collector_paused():
+        return _convert(model, options, None, keep_shapes=True)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No collection of cycles meanwhile: the graph only grows, so each would walk over all of it, and all that is imported, for nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
@@ -256,10 +272,11 @@ def _convert(
     if options.level == "O0" or converted_with(model) is not None:
         types.infer(model)
     else:
-        names = {value.name: shape for value, shape in declared.items()}
+        names = {value.name: shape for value, shape in declared.items()} if model.functions else {}
         prepare(model)
         # What replaces the result of a call has its name.
-        declared.update((value, names.get(value.name)) for value in all_values(model.graph) if value not in declared)
+        if names:
+            declared.update((v, names.get(v.name)) for v in all_values(model.graph) if v not in declared)
     if converted_with(model) is None:
         plan, summary = _rewrite(model, options, ranges)
     else:

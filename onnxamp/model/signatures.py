@@ -27,9 +27,9 @@ class Formal:
     homogeneous: bool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Signature:
-    """What a schema says of an operator at one version.
+    """What a schema says of an operator at one version; compared by identity, since `signature` makes one of each.
 
     `types` maps a type variable to the strings of the types it may take, as ONNX writes them: ``tensor(float16)``.
     """

@@ -90,11 +90,12 @@ class ConvertedTensor(ir.LazyTensor):
     """
 
     def __init__(self, source: ir.TensorProtocol, kind: FloatType, limit: float | None = None) -> None:
-        assert isinstance(source.shape, ir.Shape)
+        shape = source.shape
+        assert isinstance(shape, ir.Shape)
         super().__init__(
             lambda: ir.Tensor(self.convert(source.numpy()), dtype=kind.ir),
             kind.ir,
-            source.shape,
+            shape,
             name=source.name,
             doc_string=source.doc_string,
             metadata_props=dict(source.metadata_props),

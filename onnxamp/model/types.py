@@ -68,8 +68,13 @@ def _infer_standard(model: ir.Model) -> None:
 def _skeleton(model: ir.Model) -> tuple[onnx.ModelProto, list[ir.Node]]:
     """The model without large tensors and stale declarations, and the nodes that its main graph has."""
     graph = model.graph
-    nodes = [node for node in graph if not _is_large_constant(node)]
-    large = {node.outputs[0]: node.attributes["value"].as_tensor() for node in graph if _is_large_constant(node)}
+    nodes = []
+    large: dict[ir.Value, ir.TensorProtocol] = {}
+    for node in graph:
+        if _is_large_constant(node):
+            large[node.outputs[0]] = node.attributes["value"].as_tensor()
+        else:
+            nodes.append(node)
     small = []
     for value in graph.initializers.values():
         if value.const_value is not None and value.const_value.nbytes > _SMALL_BYTES:
@@ -102,10 +107,11 @@ def _is_large_constant(node: ir.Node) -> bool:
 
 def _drop_declarations(nodes: list[ir.Node], proto: onnx.GraphProto, opsets: dict[str, int]) -> None:
     """Leave only the declarations of values that ONNX cannot infer: results of operators that it does not know."""
-    needed = {value.name for node in nodes if not _is_standard(node, opsets) for value in node.outputs}
-    kept = [info.SerializeToString() for info in proto.value_info if info.name in needed]
-    del proto.value_info[:]
-    proto.value_info.extend(onnx.ValueInfoProto.FromString(info) for info in kept)
+    if proto.value_info:
+        needed = {value.name for node in nodes if not _is_standard(node, opsets) for value in node.outputs}
+        kept = [info.SerializeToString() for info in proto.value_info if info.name in needed]
+        del proto.value_info[:]
+        proto.value_info.extend(onnx.ValueInfoProto.FromString(info) for info in kept)
     for node, other in zip(nodes, proto.node, strict=True):
         for body, inner in zip(bodies(node), _proto_bodies(other), strict=True):
             _drop_declarations(list(body), inner, opsets)

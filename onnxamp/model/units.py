@@ -156,6 +156,10 @@ def is_float(value: ir.Value | None) -> bool:
     return value is not None and isinstance(value.type, ir.TensorType) and value.type.dtype in BY_IR
 
 
+def _float_type(value: ir.Value) -> ir.DataType | None:
+    return value.dtype if is_float(value) else None
+
+
 def _holds_floats(value: ir.Value | None) -> bool:
     """Whether the value is a sequence or optional of such tensors."""
     kind = value.type if value is not None else None
@@ -184,18 +188,18 @@ class _Builder:
         self, node: ir.Node | None, variable: str, reads: list[Read], writes: list[ir.Value], fixed: str | None
     ) -> None:
         """One unit of the float operands among `reads` and `writes`; a partner that is none, or has no type, fixes it."""
-        partners = [r.value for r in reads] + writes
-        kinds = {v.dtype for v in partners if is_float(v)}
-        if not all(is_float(v) for v in partners) or len(kinds) > 1:
+        read = [_float_type(r.value) for r in reads]
+        written = [_float_type(w) for w in writes]
+        found = {*read, *written}
+        if len(found) > 1:
             fixed = fixed or "untyped"
-        for dtype in sorted(kinds):  # type: ignore[type-var]
-            assert dtype is not None
+        for dtype in sorted(kind for kind in found if kind is not None):
             unit = Unit(
                 node,
                 variable,
                 dtype,
-                tuple(r for r in reads if is_float(r.value) and r.value.dtype == dtype),
-                tuple(w for w in writes if is_float(w) and w.dtype == dtype),
+                tuple(r for r, kind in zip(reads, read, strict=True) if kind == dtype),
+                tuple(w for w, kind in zip(writes, written, strict=True) if kind == dtype),
                 fixed,
             )
             self.units.append(unit)

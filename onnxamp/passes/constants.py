@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import onnx_ir as ir
@@ -39,7 +40,7 @@ class ConvertConstantsPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         reads = _reads(self.plan)
-        names = Names(model)
+        names = functools.cache(lambda: Names(model))  # most models need none
         listed = set(model.graph.inputs) if model.ir_version < 4 else set()
         modified = False
         for value in self.plan.graph.constants:
@@ -47,7 +48,12 @@ class ConvertConstantsPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified)
 
     def _constant(
-        self, model: ir.Model, value: ir.Value, wanted: dict[ir.DataType, list[Read]], names: Names, listed: bool
+        self,
+        model: ir.Model,
+        value: ir.Value,
+        wanted: dict[ir.DataType, list[Read]],
+        names: Callable[[], Names],
+        listed: bool,
     ) -> bool:
         own = value.dtype
         assert own is not None
@@ -68,13 +74,13 @@ class ConvertConstantsPass(ir.passes.InPlacePass):
             convert_constant(value, BY_IR[next(iter(others))], limit)
             return True
         for kind, reads in others.items():
-            copy = _copy(value, BY_IR[kind], limit, names)
+            copy = _copy(value, BY_IR[kind], limit, names())
             if listed:
                 model.graph.inputs.append(copy)
             for read in reads:
                 read.redirect(copy)
             if any(read.site is model.graph for read in reads):
-                _give_name(value, copy, names)
+                _give_name(value, copy, names())
         if clamp is not None:
             convert_constant(value, BY_IR[own], limit)
         return bool(others) or clamp is not None

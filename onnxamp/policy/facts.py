@@ -200,8 +200,11 @@ def extent(tensor: ir.TensorProtocol, low: FloatType) -> Extent:
             size = size[held]
         if low.name == "bf16":
             continue  # has the exponents of fp32: flushes nothing
-        nonzero += int(np.count_nonzero(size))
         power += float(np.dot(size, size))
+        if size.min(initial=low.tiny) >= low.tiny:
+            nonzero += size.size
+            continue
+        nonzero += int(np.count_nonzero(size))
         small = size[size < low.tiny].astype(np.float64)
         rounded = np.round(small / low.smallest) * low.smallest
         flushed += int(np.count_nonzero(small) - np.count_nonzero(rounded))

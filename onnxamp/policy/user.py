@@ -105,6 +105,8 @@ def wishes(graph: TypeGraph, options: Options) -> dict[ir.Node, Wish]:
     Raises:
         UsageError: A pattern matches no node, no such operator is known, or keep and lower match one node equally specifically.
     """
+    if not any((options.keep, options.lower, options.keep_op, options.lower_op, options.policy)):
+        return {}
     place = dict(places(graph.model.graph))
     found = {name for node in graph.of for name in (label(node), place[node])}
     _check_operators(graph, options)
@@ -115,8 +117,6 @@ def wishes(graph: TypeGraph, options: Options) -> dict[ir.Node, Wish]:
         *(_Entry(True, op, _OPERATOR, codes.LOWER) for op in options.lower_op),
         *_file_entries(options, found),
     ]
-    if not entries:
-        return {}
     result = {}
     for node in graph.of:
         best: _Entry | None = None

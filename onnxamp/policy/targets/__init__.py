@@ -41,6 +41,7 @@ class TargetTable:
         self.tested: bool = content["tested"]
         self._kernels: dict[str, list[tuple[int, int | None, dict[str, list[str]]]]] | None = content.get("kernels")
         self._without: dict[str, dict[str, str]] = content.get("without", {})
+        self._found: dict[tuple[Signature, tuple[tuple[str, str], ...]], bool] = {}
 
     @property
     def kernels(self) -> dict[str, list[tuple[int, int | None, dict[str, list[str]]]]]:
@@ -58,6 +59,13 @@ class TargetTable:
             return self._computes_body(node, signature, {_name(dtype) for dtype in types.values()} & _LOW)
         bound = dict(_bound(node, signature))
         bound.update({variable: _name(dtype) for variable, dtype in types.items()})
+        key = (signature, tuple(bound.items()))
+        if key not in self._found:
+            self._found[key] = self._has_row(node, signature, bound)
+        return self._found[key]
+
+    def _has_row(self, node: ir.Node, signature: Signature, bound: dict[str, str]) -> bool:
+        """Whether one row has the types of all type parameters."""
         aliases = _aliases(signature)
         for since, until, allowed in self._rows(node):
             if _serves(signature.since, since, until):
