@@ -161,7 +161,8 @@ class Builder:
         if made is not None:
             self.codes[made.code] = None
         if side.is_cast(node):
-            status = "removed" if not own else "same" if other else "added"
+            kept = "retyped" if other is not None and attributes.retyped_slots(other, node) else "same"
+            status = "removed" if not own else "added" if other is None else kept
             record = describe(
                 side, node, "added" if own else "removed", self.match.values_back if own else self.match.values
             )

@@ -215,7 +215,11 @@ class Comparison:
             rows = []
             for node in one.nodes:
                 counterpart = self.match.nodes.get(node)
-                if counterpart is not None and b.scope[counterpart] is other and not a.is_cast(node):
+                if (
+                    counterpart is not None
+                    and b.scope[counterpart] is other
+                    and not _anonymous_cast(a, node, counterpart)
+                ):
                     names = sorted((node_name(node), node_name(counterpart)))
                     rows.append((a.index[node], b.index[counterpart], names))
             dense = {new: k for k, new in enumerate(sorted(new for _, new, _ in rows))}
@@ -288,6 +292,11 @@ class Comparison:
                     found.append(side.root(operand))
                     todo.append(side.root(operand))
         return found
+
+
+def _anonymous_cast(side: Side, node: ir.Node, counterpart: ir.Node) -> bool:
+    """Whether two float Casts are a pair by their types alone: which of several equal ones is which says nothing of order."""
+    return side.is_cast(node) and (node.name, node.outputs[0].name) != (counterpart.name, counterpart.outputs[0].name)
 
 
 def decision(node: ir.Node) -> Decision | None:

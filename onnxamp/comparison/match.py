@@ -8,7 +8,7 @@
    make them unique, or their other operands do; so do the producers of paired nodes' operands.
 4. Candidates that agree less pair if they are still free, then what only order tells apart (equal branches of unnamed
    nodes), then nodes of one name with different operators. Structure spreads again after each.
-5. Float Casts pair at the end, among those that cast paired values.
+5. Float Casts pair at the end, among those that cast paired values: by their names, then by their types.
 
 Bodies of paired nodes are scopes that go through the same steps. Every step looks at an operand a bounded number of
 times, so the whole is near-linear. No step prefers one of the two models: exchanging them gives the inverse pairs.
@@ -346,7 +346,7 @@ class Match:
     # Casts
 
     def _casts(self) -> None:
-        """Pair Casts of paired values: equal name or result name first, then equal types, in order."""
+        """Pair Casts of paired values: those of one name first, retyped or not, then those of equal types, in order."""
         theirs: dict[ir.Value, list[ir.Node]] = collections.defaultdict(list)
         for node in self.b.casts:
             theirs[self.b.root(node.outputs[0])].append(node)
@@ -356,7 +356,7 @@ class Match:
         for root, mine in ours.items():
             counterpart = self.values.get(root)
             others = theirs.get(counterpart, []) if counterpart is not None else []
-            for key in (_cast_names, _cast_types):
+            for key in (_cast_identity, _cast_names, _cast_types):
                 self._pair_casts(mine, others, key)
 
     def _pair_casts(self, ours: list[ir.Node], theirs: list[ir.Node], key: Callable[[ir.Node], Hashable]) -> None:
@@ -371,8 +371,12 @@ def _weight(name: str) -> float:
     return 0.4 if name[-1:].isdigit() else 0.9
 
 
-def _cast_names(node: ir.Node) -> Hashable:
-    return (*_cast_types(node), node.name, node.outputs[0].name)
+def _cast_identity(node: ir.Node) -> Hashable:
+    return (*_cast_types(node), *_cast_names(node))
+
+
+def _cast_names(node: ir.Node) -> tuple[Hashable, ...]:
+    return (node.name, node.outputs[0].name)
 
 
 def _cast_types(node: ir.Node) -> tuple[Hashable, ...]:

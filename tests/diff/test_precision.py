@@ -286,9 +286,25 @@ def test_inputs_are_made_up_until_the_model_runs(tmp_path: pathlib.Path) -> None
     assert verify(tmp_path / "a.onnx", tmp_path / "b.onnx").passed
 
 
+@pytest.mark.parametrize("kinds", [(HALF, HALF), (HALF, FLOAT)], ids=["to fp16", "kept fp32"])
+def test_a_cast_of_the_source_is_retyped_with_its_neighbours(kinds: tuple[int, int]) -> None:
+    """Exporters leave Casts that change no type; a conversion gives such a Cast other types, and it is the same Cast."""
+    before = model([relu("x", "a"), cast("a", "b", FLOAT), helper.make_node("Exp", ["b"], ["y"], "exp")])
+    made = [cast("x", "x16", HALF), relu("x16", "a"), cast("a", "b", kinds[1])]
+    made.append(helper.make_node("Exp", ["b"], ["y" if kinds[1] == FLOAT else "y16"], "exp"))
+    if kinds[1] == HALF:
+        made.append(cast("y16", "y", FLOAT))
+    result = diff(before, model(made))
+    (own,) = [r for r in result.retyped if r.node.op == "Cast"]
+    assert (own.node.name, own.slots[0]) == (own.counterpart.name, ("input 0", "fp32", "fp16"))
+    assert [c.change for c in result.casts] == ["added"] * (len(made) - 3)
+    assert result.others == 0
+    assert diff(model(made), before) == result.mirrored()
+
+
 def test_a_mirror_lists_in_the_order_of_the_diff() -> None:
     """Casts and nodes that came and went at once: the mirror image is the diff of the swapped models, order included."""
-    before = model([cast("x", "a", FLOAT), relu("a", "b"), helper.make_node("Exp", ["b"], ["y"], "exp")])
+    before = model([cast("x", "u", FLOAT), relu("u", "b"), helper.make_node("Exp", ["b"], ["y"], "exp")])
     after = model(
         [
             cast("x", "h", HALF),
