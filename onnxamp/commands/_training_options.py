@@ -55,6 +55,8 @@ _OPTIONS = (
                  help="Presets: onnxamp, pytorch, paddle, mindspore, deepspeed."),
     click.option("--init-scale", type=float, help="First dynamic loss scale."),
     click.option("--growth-interval", type=int, help="Good windows before the loss scale grows."),
+    click.option("--drop-overflow-update/--no-drop-overflow-update", default=None,
+                 help="With a fixed loss scale: skip a window whose gradient is not finite, or apply it.  [default: skip]"),
     click.option("--clip-norm", type=float, help="Largest global norm of the gradient."),
     click.option("--clip-value", type=float, help="Largest absolute value in the gradient."),
     click.option("--ema", type=float, metavar="DECAY", help="Keep a moving average of the parameters."),
@@ -65,7 +67,7 @@ _OPTIONS = (
     click.option("--batch-norm", default="auto", show_default=True, type=click.Choice(["auto", "freeze"]),
                  help="Batch statistics where the scale trains, or nowhere."),
     click.option("--overflow", default="window", show_default=True, type=click.Choice(["window", "micro"]),
-                 help="What a gradient that is not finite costs."),
+                 help="What a gradient that is not finite costs: the window, or only its micro-batch."),
     click.option("--level", default="O2", show_default=True, type=click.Choice(["O0", "OD", "O1", "O2", "O3"]),
                  help="How much becomes 16-bit."),
     click.option("--dtype", default="fp16", show_default=True, type=click.Choice(["fp16", "bf16"]), help="The 16-bit type."),
@@ -171,11 +173,17 @@ def _scale(options: Mapping[str, Any]) -> object:
     level, dtype = options.get("level") or "O2", options.get("dtype") or "fp16"
     scale = choices.loss_scale(options.get("loss_scale") or "auto", level, dtype)
     given = {name: options[name] for name in _SCALE if options.get(name) is not None}
-    if not given:
-        return scale
-    if not isinstance(scale, DynamicLossScale):
+    drops = options.get("drop_overflow_update")
+    if given and not isinstance(scale, DynamicLossScale):
         raise UsageError("--init-scale and --growth-interval belong to a dynamic loss scale: add --loss-scale dynamic.")
-    return dataclasses.replace(scale, **given)
+    if drops is not None and isinstance(scale, DynamicLossScale):
+        if not drops:
+            raise UsageError(
+                "--no-drop-overflow-update belongs to a fixed loss scale: add --loss-scale N (or none); a dynamic one always drops."
+            )
+    elif drops is not None:
+        given["drop_overflow_update"] = drops
+    return dataclasses.replace(scale, **given)  # type: ignore[type-var]  # both kinds of scale are dataclasses
 
 
 def _group(text: str) -> dict[str, object]:

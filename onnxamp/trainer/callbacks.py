@@ -26,7 +26,7 @@ class Window:
         report: What `reduce.onnx` says of it (`manifest.REPORT`): loss, learning rate, gradient norm, scales, `ok`...
         seconds: Wall time since the window before ended, evaluation and saving left out.
         waited: The part of `seconds` that was spent waiting for data.
-        cause: Of a skipped window: what was not finite, and where it showed first.
+        cause: Of a skipped window, or one that has lost micro-batches: what was not finite, and where it showed first.
     """
 
     report: Mapping[str, float]

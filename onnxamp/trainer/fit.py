@@ -329,7 +329,10 @@ class _Run:
         loop.step += bool(report["ok"])
         skipped = not report["ok"] and not report["empty"]
         loop.skipped += skipped
-        cause = self._cause(result) if skipped else None
+        loop.settle()
+        if loop.trainer.collective.world_size > 1 and result.interrupted:
+            loop.stop(INTERRUPTED)
+        cause = self._cause(result) if skipped or report["dropped"] else None
         self._last_cause = cause or self._last_cause
         window = Window(report, now - self._since, self._waited, cause)
         self.seconds += window.seconds

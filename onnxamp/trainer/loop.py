@@ -81,15 +81,18 @@ class StepResult:
 
     @property
     def cause(self) -> str | None:
-        """Why the window was skipped, in words; None if it was not."""
-        if not self.report or not self.skipped:
+        """Why the window was skipped or has lost micro-batches (policy ``micro``), in words; None if it was and has not."""
+        report = self.report
+        if not report or not (self.skipped or report["dropped"]):
             return None
         if self._window.nan is not None:
             return self._window.nan
-        bad = int(self.report["bad_losses"])
+        offered = int(report["micro_steps"] + report["dropped"])
+        bad = int(report["bad_losses"])
         if bad:
-            return f"the loss is not finite in {bad} of {int(self.report['micro_steps'])} micro-batches"
-        return f"a gradient overflowed at loss scale {self.report['loss_scale']:g}"
+            return f"the loss is not finite in {bad} of {offered} micro-batches"
+        where = f" in {int(report['dropped'])} of {offered} micro-batches" if report["dropped"] else ""
+        return f"a gradient overflowed{where} at loss scale {report['loss_scale']:g}"
 
     def _window_report(self) -> dict[str, float] | None:
         """The report of this micro-step's window, once that has ended."""
@@ -150,8 +153,8 @@ class Loop:
         ranks, rank = self._collective.world_size, self._collective.rank
         hosts = {
             "first": np.array(window.own == 0),
-            "row_offset": np.array(window.rows + before, np.int64),
-            "micro_step": np.array(window.micro_steps * ranks + rank, np.int64),
+            "row_offset": np.array(window.rows + before + self._kept_apart("dropped_rows"), np.int64),
+            "micro_step": np.array(window.micro_steps * ranks + rank + self._kept_apart("dropped"), np.int64),
         }
         loss, scale = self._memory(()), self._scale()
         feeds = {**batch.feeds, **{name: hosts[ref] for name, ref in self._grad.hosts.items()}}
@@ -278,3 +281,13 @@ class Loop:
     def _memory(self, shape: tuple[int, ...]) -> View:
         buffer = Buffer(4 * max(math.prod(shape), 1), self._arenas.device, self._arenas.device_id)
         return buffer.view(0, shape, FLOAT)
+    def _kept_apart(self, field: str) -> int:
+        """What the graph takes away from a count for the micro-batches that were dropped, to be added back.
+
+        A rank does not know what others have dropped. So where several train, rows keep their numbers, and none has that of
+        another.
+        """
+        if self._collective.world_size == 1 or self._manifest.options.get("overflow") != "micro" or not self.window.own:
+            return 0
+        return int(self._arenas.tensor("window/window")[WINDOW.index(field)])
+

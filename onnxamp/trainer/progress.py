@@ -69,8 +69,8 @@ class Progress(Callback):
         if window.seconds > 0:
             rate = report["rows"] / window.seconds
             self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
-        if window.skipped:
-            self._skipped(loop, window)
+        if window.skipped or report["dropped"]:
+            self._overflowed(loop, window)
         now = time.monotonic()
         if self._live is not None:
             if now - self._shown > 0.1:
@@ -80,7 +80,7 @@ class Progress(Callback):
             self._shown = now
             self.console.print(self._words(loop), highlight=False, soft_wrap=True)
 
-    def _skipped(self, loop: Loop, window: Window) -> None:
+    def _overflowed(self, loop: Loop, window: Window) -> None:
         self._lines += 1
         if self._lines > _LINES:
             if self._lines == _LINES + 1:
@@ -89,7 +89,9 @@ class Progress(Callback):
         before, after = window.report["loss_scale"], window.report["next_loss_scale"]
         scale = f"scale {scale_text(before)}"
         scale += f" → {scale_text(after)}" if after != before else " stays"
-        self._say(f"  window {loop.windows} skipped: {window.cause}; {scale}", "yellow")
+        dropped = int(window.report["dropped"])
+        what = "skipped" if window.skipped else f"without {dropped} micro-batch{'es' * (dropped > 1)}"
+        self._say(f"  window {loop.windows} {what}: {window.cause}; {scale}", "yellow")
 
     def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in values.items())

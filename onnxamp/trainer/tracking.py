@@ -36,6 +36,7 @@ def record(loop: Loop, window: Window) -> dict[str, Any]:
         "next_loss_scale": report["next_loss_scale"],
         "gradient_norm": report["gradient_norm"],
         "skipped": window.skipped,
+        "dropped": int(report["dropped"]),
         "empty": bool(report["empty"]),
         "rows": int(report["rows"]),
         "seconds": round(window.seconds, 6),

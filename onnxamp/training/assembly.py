@@ -74,7 +74,8 @@ def build(
         trainable: Patterns of parameters to train, whatever else is said of them.
         frozen: Patterns of parameters to keep as they are.
         batch_norm: ``auto``: batch statistics where the scale trains; ``freeze``: running statistics everywhere.
-        overflow: ``window``: a gradient that is not finite skips the window.
+        overflow: What a gradient that is not finite costs: ``window``, the whole window; ``micro``, only its micro-batch, for
+            the memory of one more set of gradients.
         ema: Decay of a moving average of the parameters, such as 0.999.
         seed: Seed of Dropout.
         output: The output that the loss reads, if there are several.
@@ -139,10 +140,12 @@ class _Arguments:
     def __post_init__(self) -> None:
         if self.batch_norm not in ("auto", "freeze"):
             raise UsageError(f"Unknown batch_norm {self.batch_norm!r}: use auto or freeze.")
-        if self.overflow == "micro":
-            raise UnsupportedError("overflow='micro' is not supported yet: use window.")
-        if self.overflow != "window":
-            raise UsageError(f"Unknown overflow {self.overflow!r}: use window.")
+        if self.overflow not in ("window", "micro"):
+            raise UsageError(f"Unknown overflow {self.overflow!r}: use window or micro.")
+        if self.overflow == "micro" and not self.scale.drops:
+            raise UsageError(
+                "overflow='micro' drops what overflows and drop_overflow_update=False does not: choose one."
+            )
         if self.ema is not None and not 0 <= self.ema < 1:
             raise UsageError(f"ema is {self.ema}: it must be at least 0 and below 1.")
         if not -(2**63) <= self.seed < 2**63:
@@ -169,6 +172,7 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
         parameters=chosen,
         low=arguments.amp.level in ("O2", "O3"),
         trained_norms=frozenset(norms),
+        drops_micro=arguments.overflow == "micro",
     )
     grad = grad_graph(task)
     unreached = sorted(set(chosen) - {entry.name for entry in grad.entries})
@@ -296,6 +300,7 @@ def _steps(grad: GradGraph, arguments: _Arguments) -> tuple[Layout, Recipe]:
         low=low,
         stored_low=stored_low,
         decays=any(segment.scalars["weight_decay"] for segment in layout.segments),
+        drops_micro=arguments.overflow == "micro",
     )
     return layout, recipe
 

@@ -16,6 +16,7 @@ No shift or exclusive or is used: ONNX Runtime has no CUDA kernels for them. Pro
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
@@ -41,11 +42,25 @@ class Masks:
         seed: int64 scalar.
         step: int64 scalar, applied steps.
         rows: The input whose first dimension counts the rows.
+        dropped: Gives the micro-batches (``dropped``) or rows (``dropped_rows``) of the window that were left out, int64 scalars,
+            so that those after them get the masks that they would have got without them; None where nothing ever is.
+
+    Attributes:
+        row_offset: The input that counts the rows of the window before this micro-batch, once it is needed.
+        micro_step: The input that counts its micro-batches, likewise.
     """
 
-    def __init__(self, op: Fragment, seed: ir.Value, step: ir.Value, rows: ir.Value) -> None:
+    def __init__(
+        self,
+        op: Fragment,
+        seed: ir.Value,
+        step: ir.Value,
+        rows: ir.Value,
+        dropped: Callable[[str], ir.Value | None] = lambda field: None,
+    ) -> None:
         self._op = op
         self._rows = rows
+        self._dropped = dropped
         base = op.Add(op.Mul(self._long(seed), self._word(_KEY)), op.Mul(self._long(step), self._word(_STEP_KEY)))
         self._base = self._mixed(base, base)
         self.row_offset: ir.Value | None = None
@@ -146,12 +161,16 @@ class Masks:
     def _row_offset(self) -> ir.Value:
         if self.row_offset is None:
             self.row_offset = self._op.input("amp.row_offset", INT64)
-        return self.row_offset
+        return self._without_dropped(self.row_offset, "dropped_rows")
 
     def _micro_step(self) -> ir.Value:
         if self.micro_step is None:
             self.micro_step = self._op.input("amp.micro_step", INT64)
-        return self.micro_step
+        return self._without_dropped(self.micro_step, "dropped")
+
+    def _without_dropped(self, count: ir.Value, field: str) -> ir.Value:
+        dropped = self._dropped(field)
+        return count if dropped is None else self._op.Sub(count, dropped)
 
 
 def drop(op: Fragment, masks: Masks, node: ir.Node) -> tuple[ir.Value, ir.Value | None]:

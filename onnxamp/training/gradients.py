@@ -12,9 +12,10 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnxamp.autodiff import backward
 from onnxamp.errors import UsageError
 from onnxamp.training import batch_norm, dropout, fragment
+from onnxamp.training.accumulation import Accumulation
 from onnxamp.training.fragment import BOOL, FLOAT, INT64, Fragment
 from onnxamp.training.losses import Loss, ModelOutput, Terms
-from onnxamp.training.manifest import WINDOW, WINDOW_SIZE, GraphPorts, Labels, Port
+from onnxamp.training.manifest import GraphPorts, Labels, Port
 from onnxamp.training.parameters import Entry, promote
 
 _RESERVED = ("labels", "weights")
@@ -33,6 +34,7 @@ class Task:
         parameters: Names of the initializers that train.
         low: Read low copies of parameters that are cast (O2, O3).
         trained_norms: Names of the nodes of BatchNormalization that use batch statistics.
+        drops_micro: A micro-batch with a gradient that is not finite is left out (overflow policy ``micro``).
     """
 
     model: ir.Model
@@ -43,6 +45,7 @@ class Task:
     parameters: tuple[str, ...]
     low: bool
     trained_norms: frozenset[str]
+    drops_micro: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,10 +168,10 @@ def grad_graph(task: Task) -> GradGraph:
     """Forward, loss, backward, accumulation."""
     built = _Graph(task, [task.prediction])
     op, graph = built.op, built.model.graph
-    first = built.take("amp.first", BOOL, (), "host", "first")
+    accumulation = Accumulation(built, task.drops_micro)
     scale = built.take("amp.loss_scale", FLOAT, (), "tensor", "scalars/loss_scale")
     divisor = built.take("amp.seed_divisor", FLOAT, (), "tensor", "scalars/seed_divisor")
-    _drop(built)
+    _drop(built, accumulation)
     norms = [
         batch_norm.replace(op, node)
         for node in list(graph)
@@ -185,36 +188,18 @@ def grad_graph(task: Task) -> GradGraph:
     op = built.op = Fragment(graph)  # sees the names that backward gave
     entries = [entry for entry in built.entries if entry.master in slopes or entry.low in slopes]
     built.add_parameters(entries)
-
-    def accumulate(value: ir.Value, name: str, result: str, key: str) -> None:
-        """Give `value`, added to what the window has so far; whatever an earlier window left is selected away."""
-        assert value.shape is not None
-        before = built.take(name, FLOAT, _static(value.shape), "tensor", key)
-        built.give(op.Add(op.select(first, 0.0, before), value), result, "tensor", key, name)
-
+    gradients = {}
     for entry in entries:
         op.section(f"accumulate/{entry.name}")
         parts = [op.cast(slopes[value], FLOAT) for value in (entry.master, entry.low) if value in slopes]
         total = parts[0] if len(parts) == 1 else op.Add(*parts)
         total.shape = ir.Shape(entry.shape)
-        accumulate(total, f"acc/{entry.name}", f"acc_out/{entry.name}", f"gradient/{entry.name}")
-    statistics = _running(built, norms, first)
-    op.section("window")
-    rows = op.count(built.rows, [0])
-    bad = op.Cast(op.Not(op.finite(terms.loss_sum)), to=FLOAT)
-    fields = {
-        "weight_sum": terms.weight_sum,
-        "loss_sum": terms.loss_sum,
-        "rows": rows if isinstance(rows, ir.Value) else op.number(rows),
-        "micro_steps": op.number(1.0),
-        "bad_losses": bad,
-    }
-    vector = op.Concat(
-        *[op.Reshape(fields[name], [1]) for name in WINDOW],
-        op.constant(np.zeros(WINDOW_SIZE - len(WINDOW), np.float32)),
-        axis=0,
-    )
-    accumulate(vector, "amp.window", "amp.window_out", "window/window")
+        gradients[entry.name] = total
+    accumulation.judge(terms, list(gradients.values()))
+    for name, value in gradients.items():
+        accumulation.gradient(name, value)
+    statistics = _running(built, norms, accumulation)
+    accumulation.window(terms)
     empty = op.is_zero(terms.weight_sum)
     mean = op.Div(terms.loss_sum, op.select(empty, 1.0, terms.weight_sum))
     built.give(op.select(empty, 0.0, mean), "amp.loss", "result", "loss")
@@ -237,7 +222,7 @@ def _make_room(graph: ir.Graph) -> None:
             value.name = name
 
 
-def _drop(built: _Graph) -> None:
+def _drop(built: _Graph, accumulation: Accumulation) -> None:
     """Replace Dropout by masks from counters."""
     op, graph = built.op, built.model.graph
     nodes = [node for node in graph if node.op_type == "Dropout" and node.domain == "" and dropout.ratio(op, node) > 0]
@@ -246,7 +231,7 @@ def _drop(built: _Graph) -> None:
     op.section("dropout")
     seed = built.take("amp.seed", INT64, (), "tensor", "counters/seed")
     step = built.take("amp.step", INT64, (), "tensor", "counters/step")
-    masks = dropout.Masks(op, seed, step, built.rows)
+    masks = dropout.Masks(op, seed, step, built.rows, accumulation.dropped)
     for node in nodes:
         result, mask = dropout.drop(op, masks, node)
         node.outputs[0].replace_all_uses_with(result, replace_graph_outputs=True)
@@ -260,13 +245,14 @@ def _drop(built: _Graph) -> None:
 
 
 def _running(
-    built: _Graph, norms: Sequence[batch_norm.Trained], first: ir.Value
+    built: _Graph, norms: Sequence[batch_norm.Trained], accumulation: Accumulation
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Running statistics: the committed ones in the first micro-batch, those of the window after it.
 
     Nodes that share statistics (a module that is used twice) update them one after the other.
     """
     op, graph = built.op, built.model.graph
+    before: dict[str, ir.Value] = {}
     current: dict[str, ir.Value] = {}
     for norm in norms:
         for name, value in zip(norm.running, batch_norm.write_out(op, norm), strict=True):
@@ -274,15 +260,13 @@ def _running(
                 shape = _static(graph.initializers.pop(name).shape)
                 committed = built.take(f"stat/{name}", FLOAT, shape, "tensor", f"statistics/{name}")
                 work = built.take(f"stat_work/{name}", FLOAT, shape, "tensor", f"statistics_work/{name}")
-                current[name] = op.Where(first, committed, work)
+                before[name] = current[name] = op.Where(accumulation.first, committed, work)
             after = op.Add(op.Mul(current[name], norm.momentum), op.Mul(value, 1 - norm.momentum))
             after.shape = current[name].shape
             current[name] = after
-    found = []
     for name, value in current.items():
-        built.give(value, f"stat_work_out/{name}", "tensor", f"statistics_work/{name}", f"stat_work/{name}")
-        found.append((name, _static(value.shape)))
-    return tuple(found)
+        accumulation.statistics(name, before[name], value)
+    return tuple((name, _static(value.shape)) for name, value in current.items())
 
 
 def _static(shape: ir.Shape | None) -> tuple[int, ...]:

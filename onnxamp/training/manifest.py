@@ -15,7 +15,7 @@ from typing import Any
 
 from onnxamp.errors import ModelError
 
-VERSION = 2
+VERSION = 3
 ALIGNMENT = 64
 """Bytes; every tensor of an arena starts at a multiple of it."""
 PARAMETER_ALIGNMENT = 32
@@ -23,7 +23,7 @@ PARAMETER_ALIGNMENT = 32
 BLOCK = 1024
 """Elements; parameter arenas are padded to a multiple of it (the norm is summed block by block)."""
 
-WINDOW = ("weight_sum", "loss_sum", "rows", "micro_steps", "bad_losses")
+WINDOW = ("weight_sum", "loss_sum", "rows", "micro_steps", "bad_losses", "dropped", "dropped_rows")
 """Fields of the `window` tensor, in this order; the rest of its 16 elements is zero."""
 WINDOW_SIZE = 16
 REPORT = (
@@ -43,6 +43,7 @@ REPORT = (
     "step",
     "skipped",
     "stuck",
+    "dropped",
 )
 """Fields of reduce's `report` output, in this order."""
 

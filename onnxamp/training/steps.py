@@ -7,6 +7,7 @@ has one owner; whatever is not applied is selected away.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,6 +44,7 @@ class Recipe:
         low: Type of the low copies, or None.
         stored_low: At O3, segments with a low copy are rounded to it.
         decays: Whether any group has weight decay.
+        drops_micro: Micro-batches with a gradient that is not finite are left out of the window.
     """
 
     optimizer: Optimizer
@@ -54,6 +56,7 @@ class Recipe:
     low: ir.DataType | None = None
     stored_low: bool = False
     decays: bool = True
+    drops_micro: bool = False
 
 
 def reduce_graph(recipe: Recipe, layout: Layout) -> tuple[ir.Model, GraphPorts]:
@@ -82,6 +85,13 @@ def reduce_graph(recipe: Recipe, layout: Layout) -> tuple[ir.Model, GraphPorts]:
     squares = op.reduce("ReduceSumSquare", op.Reshape(gradient, [-1, BLOCK]), [1], keepdims=False)
     norm = op.Mul(op.Sqrt(op.sum_all(squares)), factor)
     found_inf = op.And(op.Not(op.finite(norm)), op.Not(empty))
+    bad = found_inf
+    if recipe.drops_micro:
+        dropped = op.Greater(sums["dropped"], 0.0)
+        lost = op.And(empty, dropped)  # nothing is left of the window
+        empty = op.And(empty, op.Not(dropped))
+        found_inf = op.Or(found_inf, lost)
+        bad = op.Or(found_inf, dropped)
     skip = op.Or(empty, found_inf) if recipe.scale.drops else empty
     ok = op.Not(skip)
     clip = op.number(1.0)
@@ -97,7 +107,7 @@ def reduce_graph(recipe: Recipe, layout: Layout) -> tuple[ir.Model, GraphPorts]:
 
     op.section("loss_scale")
     before = ScaleState(state["loss_scale"], state["growth_tracker"], state["hysteresis"])
-    after = recipe.scale.next(op, before, found_inf, empty)
+    after = recipe.scale.next(op, before, bad, empty)
     skipped = op.And(found_inf, skip)
     at_floor = op.And(skipped, op.LessOrEqual(state["loss_scale"], recipe.scale.lowest))
     stuck = op.select(at_floor, op.Add(state["stuck"], 1), 0)
@@ -111,11 +121,14 @@ def reduce_graph(recipe: Recipe, layout: Layout) -> tuple[ir.Model, GraphPorts]:
     }
 
     op.section("report")
+    loss = op.select(empty, 0.0, op.Div(sums["loss_sum"], denominator))
+    if recipe.drops_micro:
+        loss = op.select(lost, math.nan, loss)
     values = (
         sums
         | results
         | {
-            "loss": op.select(empty, 0.0, op.Div(sums["loss_sum"], denominator)),
+            "loss": loss,
             "gradient_norm": norm,
             "clip_coefficient": clip,
             "loss_scale": state["loss_scale"],

@@ -66,6 +66,7 @@ class Counter:
             "ok": ok,
             "empty": False,
             "found_inf": not ok,
+            "dropped": 0,
             "rows": rows,
             "weight_sum": rows,
             "learning_rate": 0.1,

@@ -499,7 +499,11 @@ def test_opsets(export, drive, opset):
         ({"schedule": {"name": "warmup"}}, UsageError, "needs total_iters"),
         ({"level": "O4"}, UsageError, "Unknown level"),
         ({"dtype": "fp8"}, UsageError, "Unknown dtype"),
-        ({"overflow": "micro"}, UnsupportedError, "not supported yet"),
+        (
+            {"overflow": "micro", "loss_scale": {"name": "fixed", "drop_overflow_update": False}},
+            UsageError,
+            "choose one",
+        ),
         ({"overflow": "never"}, UsageError, "Unknown overflow"),
         ({"batch_norm": "sync"}, UsageError, "Unknown batch_norm"),
         ({"ema": 1.0}, UsageError, "below 1"),
