@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import onnx
 import onnx_ir as ir
 
 from onnxamp.autodiff.builder import Builder
 from onnxamp.autodiff.emitter import FLOATS
-from onnxamp.autodiff.registry import rule_of, stops
+from onnxamp.autodiff.registry import Gradients, gradient, rule_of, stops
 from onnxamp.errors import InternalError, UnsupportedError
+
+_Definition = TypeVar("_Definition", bound=Callable[[Builder, ir.Node], Sequence[ir.Value | None]])
 
 
 def backward(
@@ -53,26 +56,61 @@ def backward(
 
 
 def through(
-    op: Builder, outputs: Sequence[ir.Value], gradients: Sequence[ir.Value | None], inputs: Sequence[ir.Value | None]
+    op: Builder,
+    outputs: Sequence[ir.Value | None],
+    gradients: Sequence[ir.Value | None],
+    inputs: Sequence[ir.Value | None],
 ) -> list[ir.Value | None]:
     """Gradients of an operator that a rule has written out in simpler ones.
 
     Args:
         op: The builder of the rule.
-        outputs: The results of the simpler operators, one for each output of the node (fewer when the rest is unused).
+        outputs: The results of the simpler operators, one for each output of the node; None, or fewer, where they do not give it.
         gradients: The gradient of each, or None.
         inputs: What the simpler operators read; None and values that are not wanted get None.
     """
+    given = [position for position, value in enumerate(outputs) if value is not None]
+    op.refuse(
+        any(g is not None and position not in given for position, g in enumerate(gradients)),
+        "a gradient of its further outputs",
+    )
     seeds: dict[ir.Value, ir.Value] = {}
     for value, g in zip(outputs, gradients, strict=False):
-        if g is not None:
+        if g is not None and value is not None:
             seeds[value] = op.Add(seeds[value], g) if value in seeds else g
-    wrt = [value for position, value in enumerate(inputs) if value is not None and position in op.wanted]
+    wrt = list(dict.fromkeys(v for position, v in enumerate(inputs) if v is not None and position in op.wanted))
     nodes = _between(op.graph, seeds, set(wrt))
     order = _supported_path(nodes, seeds, wrt)
     with op.nested():
         result = _walk(op, order, active(nodes, wrt), seeds, wrt)
-    return [None if value is None else result.get(value) for value in inputs]
+    # A value that is read twice has one gradient, which already is the sum of both.
+    found: list[ir.Value | None] = []
+    for position, entry in enumerate(inputs):
+        found.append(result.pop(entry, None) if entry is not None and position in op.wanted else None)
+    return found
+
+
+def defined(
+    op_type: str, domain: str = "", *, inputs: Sequence[int] | None = None, zero: Sequence[int] = ()
+) -> Callable[[_Definition], _Definition]:
+    """Register the gradient rule of an operator by what the operator is in simpler ones.
+
+    The decorated function is called as ``definition(op, node)`` and appends nodes that compute the outputs of `node` from its inputs;
+    these are differentiated. Like a rule it may refuse; the arguments are those of `gradient`.
+    """
+
+    def register(definition: _Definition) -> _Definition:
+        @gradient(op_type, domain, inputs=inputs, zero=zero)
+        def rule(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
+            outputs = list(definition(op, node))
+            for value, original in zip(outputs, node.outputs, strict=False):
+                if value is not None and original.shape is not None:
+                    value.shape = original.shape
+            return through(op, outputs, gradients, node.inputs)
+
+        return definition
+
+    return register
 
 
 def _walk(

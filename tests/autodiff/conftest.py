@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from onnx.reference.ops.op_scan import Scan as ReferenceScan
 
 from onnxamp import autodiff
 from onnxamp.model.types import infer
@@ -36,6 +38,7 @@ class Case:
         runner: What evaluates in float64: the reference evaluator, or ONNX Runtime where the former cannot.
         oracle: The operator in PyTorch. Its float64 autograd replaces the differences where neither evaluator has the
             operator in float64 or gets it right; the gradient graph then runs in float32 only.
+        shapes: Shapes of the outputs, for operators without shape inference.
     """
 
     op: str
@@ -44,7 +47,7 @@ class Case:
     low: float = -2.0
     high: float = 2.0
     symbolic: str = "all"
-    outputs: int = 1
+    outputs: int | list[str] = 1
     frozen: Sequence[int] = ()
     opset: int = 18
     note: str = ""
@@ -53,6 +56,7 @@ class Case:
     seeded: int | None = None
     runner: str = "reference"
     oracle: Callable[..., Any] | None = None
+    shapes: Sequence[tuple[int, ...]] = ()
 
     @property
     def id(self) -> str:
@@ -96,10 +100,17 @@ def build(case: Case, elem: int, symbolic: str) -> onnx.ModelProto:
             initializers.append(
                 numpy_helper.from_array(array.astype(dtype) if array.dtype == np.float64 else array, name)
             )
-    outputs = [f"y{index}" for index in range(case.outputs)]
+    outputs = list(case.outputs) if isinstance(case.outputs, list) else [f"y{index}" for index in range(case.outputs)]
     node = helper.make_node(case.op, names, outputs, name="n", domain=case.domain, **case.attributes)
     graph = helper.make_graph(
-        [node], "case", inputs, [onnx.ValueInfoProto(name=name) for name in outputs], initializers
+        [node],
+        "case",
+        inputs,
+        [
+            onnx.ValueInfoProto(name=name) if shape is None else helper.make_tensor_value_info(name, elem, shape)
+            for name, shape in itertools.zip_longest([name for name in outputs if name], case.shapes)
+        ],
+        initializers,
     )
     opsets = [helper.make_opsetid("", case.opset)]
     if case.domain:
@@ -146,9 +157,44 @@ class Erf(OpRun):
         return (scipy.special.erf(x).astype(x.dtype),)
 
 
+class Scan(ReferenceScan):
+    """The reference evaluator's own Scan knows neither directions nor axes."""
+
+    op_domain = ""
+
+    def __init__(self, onnx_node, run_params):
+        kept = {
+            name: []
+            for name in ("scan_input_axes", "scan_input_directions", "scan_output_axes", "scan_output_directions")
+        }
+        plain = onnx.NodeProto()
+        plain.CopyFrom(onnx_node)
+        del plain.attribute[:]
+        for attribute in onnx_node.attribute:
+            if attribute.name in kept:
+                kept[attribute.name] = list(attribute.ints)
+            else:
+                plain.attribute.append(attribute)
+        super().__init__(plain, run_params)
+        self.kept = kept
+
+    def _run(self, *args, context=None, **kwargs):
+        count = len(args) - self.num_scan_inputs
+        in_axes, in_ways, out_axes, out_ways = (self.kept[name] for name in self.kept)
+        moved = []
+        for index, value in enumerate(args[count:]):
+            value = np.moveaxis(value, in_axes[index] if in_axes else 0, 0)
+            moved.append(value[::-1] if in_ways and in_ways[index] else value)
+        results = list(super()._run(*args[:count], *moved, context=context, **kwargs))
+        for index, value in enumerate(results[count:]):
+            value = value[::-1] if out_ways and out_ways[index] else value
+            results[count + index] = np.moveaxis(value, 0, out_axes[index] if out_axes else 0)
+        return tuple(results)
+
+
 def evaluate(model: onnx.ModelProto, runner: str):
     if runner == "reference":
-        return ReferenceEvaluator(model, new_ops=[Erf]).run
+        return ReferenceEvaluator(model, new_ops=[Erf, Scan]).run
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -181,14 +227,17 @@ def assert_differences(
 
 
 def by_autograd(case: Case, feeds: dict[str, np.ndarray]):
-    """A seed for the output and the gradients by PyTorch in float64."""
+    """Outputs, a seed for each, and the gradients by PyTorch in float64."""
     tensors = {name: torch.tensor(x, requires_grad=True) for name, x in feeds.items()}
     results = case.oracle(*tensors.values())
     results = results if isinstance(results, list) else [results]
     rng = np.random.default_rng(1)
-    seeds = {f"seed_y{index}": rng.standard_normal(tuple(y.shape)) for index, y in enumerate(results)}
+    names = case.outputs if isinstance(case.outputs, list) else [f"y{index}" for index in range(len(results))]
+    names = [name for name in names if name]
+    seeds = {f"seed_{name}": rng.standard_normal(tuple(y.shape)) for name, y in zip(names, results, strict=False)}
     torch.autograd.backward(results, [torch.from_numpy(seed) for seed in seeds.values()])
-    return seeds, {name: tensor.grad.numpy() for name, tensor in tensors.items()}
+    values = {name: y.detach().numpy() for name, y in zip(names, results, strict=False)}
+    return values, seeds, {name: tensor.grad.numpy() for name, tensor in tensors.items()}
 
 
 def check(case: Case) -> None:
@@ -198,7 +247,12 @@ def check(case: Case) -> None:
     expected: dict[str, np.ndarray] = {}
     seeds: dict[str, np.ndarray] = {}
     if case.oracle is not None:
-        seeds, expected = by_autograd(case, feeds)
+        values, seeds, expected = by_autograd(case, feeds)
+        if case.ort:  # the oracle is of the same operator
+            single = {name: x.astype(np.float32) for name, x in feeds.items()}
+            results = evaluate(build(case, TensorProto.FLOAT, "static"), "ort")(list(values), single)
+            for (name, want), got in zip(values.items(), results, strict=True):
+                np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=f"forward {name}")
     for symbolic in ["static", *case.symbolic.split()]:
         if case.oracle is None and (symbolic == "static" or "Conv" not in case.op):  # whose reference is slow
             forward = build(case, TensorProto.DOUBLE, symbolic)

@@ -1,35 +1,30 @@
-"""Gradient of Attention: the scores are computed anew, as memory-saving attention does, not kept."""
+"""Gradients of Attention: the scores are computed anew, as memory-saving attention does, not kept."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxamp.autodiff.builder import Builder
-from onnxamp.autodiff.registry import Gradients, gradient
-from onnxamp.autodiff.reverse import through
+from onnxamp.autodiff.reverse import defined
+
+MS = "com.microsoft"
 
 
-@gradient("Attention", inputs=(0, 1, 2, 3, 4, 5))
-def attention(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
-    """Y = softmax(scale·Q·Kᵀ + mask)·V with past keys and values, shared heads, causal mask.
-
-    The forward is written out in plain operators and differentiated; rows that are masked whole give 0.
-    """
-    q, k, v, mask, past_k, past_v = [*node.inputs, None, None, None, None][:6]
+@defined("Attention", inputs=(0, 1, 2, 3, 4, 5))
+def attention(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    """Y = softmax(scale·Q·Kᵀ + mask)·V with past keys and values, shared heads, soft cap, causal and sliding masks."""
+    q, k, v, mask, past_k, past_v, filled = [*node.inputs, None, None, None, None][:7]
     assert q is not None
     assert k is not None
     assert v is not None
-    op.refuse(node.attributes.get_float("softcap", 0.0) > 0.0, "softcap")
-    op.refuse(len(node.inputs) > 6 and node.inputs[6] is not None, "nonpad_kv_seqlen")
-    op.refuse(len(gradients) > 3 and gradients[3] is not None, "a gradient of the scores")
-    q_heads = _heads(op, q, node.attributes.get_int("q_num_heads", 0))
-    k_heads, v_heads = (_heads(op, value, node.attributes.get_int("kv_num_heads", 0)) for value in (k, v))
-    if past_k is not None:
-        k_heads = op.Concat(past_k, k_heads, axis=2)
-    if past_v is not None:
-        v_heads = op.Concat(past_v, v_heads, axis=2)
+    q_heads = split_heads(op, q, node.attributes.get_int("q_num_heads", 0))
+    k_heads, v_heads = (split_heads(op, value, node.attributes.get_int("kv_num_heads", 0)) for value in (k, v))
+    k_heads = k_heads if past_k is None else op.Concat(past_k, k_heads, axis=2)
+    v_heads = v_heads if past_v is None else op.Concat(past_v, v_heads, axis=2)
     size, count = op.dims(q_heads)[3], op.dims(q_heads)[1]
     op.refuse(not isinstance(size, int) or not isinstance(count, int), "the heads are not static")
     assert isinstance(size, int)
@@ -37,27 +32,79 @@ def attention(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradie
     scale = node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(size)
     keys, values = (_repeat(op, value, count) for value in (k_heads, v_heads))
     scores = op.Mul(op.MatMul(q_heads, op.swap(keys)), scale)
-    masked = mask is not None
-    lowest = op.scalar(-math.inf, scores.dtype)
-    if node.attributes.get_int("is_causal", 0):
-        scores = op.Where(_causal(op, q_heads, keys, past_k), scores, lowest)
-        masked = True
+    cap, mode = node.attributes.get_float("softcap", 0.0), node.attributes.get_int("qk_matmul_output_mode", 0)
+    if cap > 0.0:
+        op.refuse(mode == 0 and len(node.outputs) > 3, "softcap with the scores before it as output")
+        scores = op.Mul(op.Tanh(op.Mul(scores, 1.0 / cap)), cap)
+    shown = scores
     if mask is not None:
-        scores = op.Where(mask, scores, lowest) if mask.dtype == ir.DataType.BOOL else op.Add(scores, mask)
-    if masked:
-        dead = op.Equal(op.reduce("ReduceMax", scores, [3]), lowest)
-        zero = op.scalar(0.0, scores.dtype)
-        weights = op.Where(dead, zero, op.Softmax(op.Where(dead, zero, scores), axis=-1))
-    else:
-        weights = op.Softmax(scores, axis=-1)
+        scores = _masked(op, scores, mask)
+    for allowed in _allowed(op, node, q_heads, keys, past_k, filled):
+        scores = op.Where(allowed, scores, op.scalar(-math.inf, scores.dtype))
+    masked = scores is not shown
+    shown = scores if mode == 2 else shown
+    weights = _weights(op, scores, masked)
+    shown = weights if mode == 3 else shown
     y = op.MatMul(weights, values)
     if op.rank(q) == 3:
-        y = op.Reshape(op.transpose(y, [0, 2, 1, 3]), [0, 0, -1])
-    y.shape = node.outputs[0].shape if node.outputs[0].shape is not None else y.shape
-    return through(op, [y, k_heads, v_heads], gradients[:3], node.inputs)
+        y = join_heads(op, y)
+    return [y, k_heads, v_heads, shown]
 
 
-def _heads(op: Builder, value: ir.Value, count: int) -> ir.Value:
+def _masked(op: Builder, scores: ir.Value, mask: ir.Value) -> ir.Value:
+    """`scores` with a mask, which may be shorter than the keys: what it leaves out is not seen."""
+    lowest = op.scalar(-math.inf, scores.dtype)
+    own, keys = op.dims(mask)[-1], op.dims(scores)[-1]
+    lack = keys - own if isinstance(own, int) and isinstance(keys, int) and own > 1 else 0
+    if lack == 0 and mask.dtype == ir.DataType.BOOL:
+        return op.Where(mask, scores, lowest)
+    if mask.dtype == ir.DataType.BOOL:
+        mask = op.Where(mask, op.scalar(0.0, scores.dtype), lowest)
+    if lack:
+        mask = op.Pad(mask, [0] * (2 * op.rank(mask) - 1) + [lack], lowest)
+    return op.Add(scores, mask)
+
+
+def _weights(op: Builder, scores: ir.Value, masked: bool) -> ir.Value:
+    """Softmax over the keys; rows that are masked whole give 0."""
+    if not masked:
+        return op.Softmax(scores, axis=-1)
+    zero = op.scalar(0.0, scores.dtype)
+    dead = op.Equal(op.reduce("ReduceMax", scores, [3]), op.scalar(-math.inf, scores.dtype))
+    return op.Where(dead, zero, op.Softmax(op.Where(dead, zero, scores), axis=-1))
+
+
+def _allowed(
+    op: Builder, node: ir.Node, q: ir.Value, k: ir.Value, past: ir.Value | None, filled: ir.Value | None
+) -> list[ir.Value]:
+    """Which keys each query may see: those that are filled, not later ones, those in a window."""
+    causal = bool(node.attributes.get_int("is_causal", 0))
+    left, right = (node.attributes.get_int(f"{side}_window_size", -1) for side in ("left", "right"))
+    found = []
+    columns = _positions(op, k)
+    if filled is not None:
+        filled = op.Reshape(op.int64(filled), [-1, 1, 1, 1])
+        found.append(op.Less(columns, filled))
+    if causal or left >= 0 or right >= 0:
+        rows = op.Unsqueeze(_positions(op, q), [1])
+        if past is not None:
+            rows = op.Add(rows, op.dim(past, 2))
+        elif filled is not None:
+            rows = op.Add(rows, op.Sub(filled, op.dim(q, 2)))
+        if causal:
+            found.append(op.LessOrEqual(columns, rows))
+        if left >= 0:
+            found.append(op.LessOrEqual(op.Sub(rows, columns), op.index(left)))
+        if right >= 0:
+            found.append(op.LessOrEqual(op.Sub(columns, rows), op.index(right)))
+    return found
+
+
+def _positions(op: Builder, value: ir.Value) -> ir.Value:
+    return op.Range(op.index(0), op.Squeeze(op.dim(value, 2), [0]), op.index(1))
+
+
+def split_heads(op: Builder, value: ir.Value, count: int) -> ir.Value:
     """[B, S, H·D] as [B, H, S, D]; [B, H, S, D] as it is."""
     if op.rank(value) == 4:
         return value
@@ -68,6 +115,11 @@ def _heads(op: Builder, value: ir.Value, count: int) -> ir.Value:
     if value.shape is not None:
         split.shape = ir.Shape([value.shape[0], value.shape[1], count, width // count])
     return op.transpose(split, [0, 2, 1, 3])
+
+
+def join_heads(op: Builder, value: ir.Value) -> ir.Value:
+    """[B, H, S, D] as [B, S, H·D]."""
+    return op.Reshape(op.transpose(value, [0, 2, 1, 3]), [0, 0, -1])
 
 
 def _repeat(op: Builder, value: ir.Value, count: int) -> ir.Value:
@@ -86,10 +138,89 @@ def _repeat(op: Builder, value: ir.Value, count: int) -> ir.Value:
     return result
 
 
-def _causal(op: Builder, q: ir.Value, k: ir.Value, past: ir.Value | None) -> ir.Value:
-    """True where key j may be seen by query i: j ≤ i + number of past keys."""
-    rows, columns = (op.Range(op.index(0), op.Squeeze(op.dim(value, 2), [0]), op.index(1)) for value in (q, k))
-    rows = op.Unsqueeze(rows, [1])
+@defined("MultiHeadAttention", MS, inputs=(0, 1, 2, 3, 5, 6, 7))
+def multi_head_attention(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    """ONNX Runtime's attention on projected queries, keys and values, which may come packed in one tensor."""
+    q, k, v, bias, padding, added, past_k, past_v, length, cache = [*node.inputs, *[None] * 10][:10]
+    assert q is not None
+    op.refuse(length is not None or cache is not None, "buffers of past keys")
+    heads = node.attributes["num_heads"].as_int()
+    if k is None:  # [B, S, H, 3, D]
+        q, k, v = (join_heads(op, value) for value in _unpacked(op, q, 3))
+    elif v is None:  # [B, S, H, 2, D]
+        k, v = (join_heads(op, value) for value in _unpacked(op, k, 2))
+    assert v is not None
+    if bias is not None:
+        sizes = [op.dims(value)[2] if op.rank(value) == 3 else None for value in (q, k, v)]
+        op.refuse(not all(isinstance(size, int) for size in sizes), "a bias on keys of unknown width")
+        parts, start = [], 0
+        for value, size in zip((q, k, v), sizes, strict=True):
+            assert isinstance(size, int)
+            parts.append(op.Add(value, op.Slice(bias, [start], [start + size], [0])))
+            start += size
+        q, k, v = parts
+    return _attend(op, node, [split_heads(op, value, heads) for value in (q, k, v)], padding, added, (past_k, past_v))
+
+
+def _unpacked(op: Builder, value: ir.Value, count: int) -> list[ir.Value]:
+    """[B, S, H, count, D] as `count` of [B, H, S, D]."""
+    parts = [op.Squeeze(op.Slice(value, [i], [i + 1], [3]), [3]) for i in range(count)]
+    return [op.transpose(part, [0, 2, 1, 3]) for part in parts]
+
+
+@defined("Attention", MS, inputs=(0, 1, 2, 4, 5))
+def projected_attention(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    """ONNX Runtime's attention with its projection: queries, keys and values are parts of x·W + b."""
+    x, weight, bias, padding, past, added, length = [*node.inputs, *[None] * 7][:7]
+    assert x is not None
+    assert weight is not None
+    op.refuse(length is not None, "buffers of past keys")
+    op.refuse(bool(node.attributes.get_int("do_rotary", 0)), "do_rotary")
+    width = op.dims(weight)[1]
+    op.refuse(not isinstance(width, int), "the width is not static")
+    assert isinstance(width, int)
+    heads = node.attributes["num_heads"].as_int()
+    sizes = list(node.attributes.get_ints("qkv_hidden_sizes", (width // 3,) * 3))
+    whole = op.MatMul(x, weight)
+    whole = whole if bias is None else op.Add(whole, bias)
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(split_heads(op, op.Slice(whole, [start], [start + size], [2]), heads))
+        start += size
+    before: tuple[ir.Value | None, ir.Value | None] = (None, None)
     if past is not None:
-        rows = op.Add(rows, op.dim(past, 2))
-    return op.LessOrEqual(columns, rows)
+        before = op.Squeeze(op.Slice(past, [0], [1], [0]), [0]), op.Squeeze(op.Slice(past, [1], [2], [0]), [0])
+    y, k, v = _attend(op, node, parts, padding, added, before)
+    return [y, op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0)] if len(node.outputs) > 1 else [y]
+
+
+def _attend(
+    op: Builder,
+    node: ir.Node,
+    parts: Sequence[ir.Value],
+    padding: ir.Value | None,
+    added: ir.Value | None,
+    past: tuple[ir.Value | None, ir.Value | None],
+) -> list[ir.Value]:
+    """Output, keys and values of the two operators of ONNX Runtime, from heads."""
+    q, k, v = parts
+    k = k if past[0] is None else op.Concat(past[0], k, axis=2)
+    v = v if past[1] is None else op.Concat(past[1], v, axis=2)
+    size = op.dims(q)[3]
+    op.refuse(not isinstance(size, int), "the heads are not static")
+    assert isinstance(size, int)
+    scores = op.Mul(op.MatMul(q, op.swap(k)), node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(size))
+    if added is not None:
+        scores = op.Add(scores, added)
+    if padding is not None:
+        op.refuse(op.rank(padding) not in (2, 3), f"a mask of {op.rank(padding)} dimensions")
+        seen = op.Greater(padding, op.constant(np.zeros((), np.int32)))
+        lowest = op.scalar(node.attributes.get_float("mask_filter_value", -10000.0), scores.dtype)
+        fill = op.Where(seen, op.scalar(0.0, scores.dtype), lowest)
+        scores = op.Add(scores, op.Unsqueeze(fill, [1, 2] if op.rank(padding) == 2 else [1]))
+    masked = bool(node.attributes.get_int("unidirectional", 0))
+    if masked:
+        rows = op.Unsqueeze(_positions(op, q), [1])
+        rows = rows if past[0] is None else op.Add(rows, op.dim(past[0], 2))
+        scores = op.Where(op.LessOrEqual(_positions(op, k), rows), scores, op.scalar(-math.inf, scores.dtype))
+    return [join_heads(op, op.MatMul(_weights(op, scores, masked), v)), k, v]

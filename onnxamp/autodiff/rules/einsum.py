@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxamp.autodiff.builder import Builder
@@ -21,9 +22,9 @@ def einsum(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
         if position not in op.wanted:
             gradients.append(None)
             continue
-        op.refuse(len(set(own)) < len(own), "an operand of Einsum repeats an index")
         others = [term for index, term in enumerate(terms) if index != position]
         values = [value for index, value in enumerate(operands) if index != position]
+        own = _told_apart(op, own, operands[position], "".join(terms) + result, others, values)
         present = set(result).union(*others)
         kept = "".join(index for index in own if index in present)
         equation = f"{','.join([result, *others])}->{kept}"
@@ -33,6 +34,24 @@ def einsum(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
             d = op.Unsqueeze(d, missing)
         gradients.append(op.expand(d, operands[position]) if missing else d)
     return gradients
+
+
+def _told_apart(op: Builder, own: str, value: ir.Value, used: str, others: list[str], values: list[ir.Value]) -> str:
+    """The indices of an operand, a repeated one under a new letter that a unit matrix among the operands ties to the first."""
+    free = iter(letter for letter in string.ascii_letters if letter not in used)
+    result = ""
+    for axis, index in enumerate(own):
+        if index in result:
+            size = op.dims(value)[axis]
+            op.refuse(not isinstance(size, int), "an operand repeats an index of unknown size")
+            assert isinstance(size, int)
+            assert value.dtype is not None
+            new = next(free)
+            others.append(index + new)
+            values.append(op.constant(np.eye(size, dtype=value.dtype.numpy())))
+            index = new
+        result += index
+    return result
 
 
 def _indices(op: Builder, node: ir.Node, operands: list[ir.Value]) -> tuple[list[str], str]:

@@ -17,6 +17,9 @@ from onnxamp.autodiff.reverse import through
 
 @gradient("RotaryEmbedding")
 @gradient("CenterCropPad", inputs=(0,))
+@gradient("CausalConvWithState")
+@gradient("LinearAttention")
+@gradient("SwiGLU")
 def by_function(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
     """The gradient of the operator's function body."""
     body = _body(op, node)

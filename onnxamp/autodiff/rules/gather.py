@@ -90,29 +90,76 @@ def gather_nd(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("ScatterElements", inputs=(0, 2))
 def scatter_elements(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """Updates receive the gradient at their indices; data keep theirs (reduction add) or lose what was overwritten."""
-    _, indices, updates = node.inputs
-    assert updates is not None
-    assert indices is not None
-    axis = node.attributes.get_int("axis", 0)
-    reduction = node.attributes.get_string("reduction", "none")
-    op.refuse(reduction not in ("none", "add"), f"reduction {reduction}")
-    kept = g
-    if reduction == "none" and 0 in op.wanted:
-        kept = op.ScatterElements(g, indices, op.expand(op.scalar(0.0, g.dtype), updates), axis=axis)
-    return [kept, None, op.GatherElements(g, indices, axis=axis) if 2 in op.wanted else None]
+    axis = {"axis": node.attributes.get_int("axis", 0)}
+    return _scattered(op, node, g, "ScatterElements", "GatherElements", axis)
 
 
 @gradient("ScatterND", inputs=(0, 2))
 def scatter_nd(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """Updates receive the gradient at their indices; data keep theirs (reduction add) or lose what was overwritten."""
-    _, indices, updates = node.inputs
+    return _scattered(op, node, g, "ScatterND", "GatherND", {})
+
+
+def _scattered(
+    op: Builder, node: ir.Node, g: ir.Value, scatter: str, gather: str, attributes: dict[str, int]
+) -> Gradients:
+    """The rule of both scatters. Reductions: mul gives the product of the other factors, exact where some are 0; of equal
+    extremes each gets the same share."""
+    data, indices, updates = node.inputs
+    assert data is not None
     assert updates is not None
-    reduction = node.attributes.get_string("reduction", "none")
-    op.refuse(reduction not in ("none", "add"), f"reduction {reduction}")
-    kept = g
-    if reduction == "none" and 0 in op.wanted:
-        kept = op.ScatterND(g, indices, op.expand(op.scalar(0.0, g.dtype), updates))
-    return [kept, None, op.GatherND(g, indices) if 2 in op.wanted else None]
+    kind = node.attributes.get_string("reduction", "none")
+
+    def put(into: ir.Value, values: ir.Value, reduction: str = "none") -> ir.Value:
+        own = {**attributes, "reduction": reduction} if reduction != "none" else attributes
+        result = op.emit(scatter, [into, indices, values], own)[0]
+        result.shape = data.shape
+        return result
+
+    def take(values: ir.Value) -> ir.Value:
+        return op.emit(gather, [values, indices], attributes)[0]
+
+    if kind in ("none", "add"):
+        kept = g
+        if kind == "none" and 0 in op.wanted:
+            kept = put(g, op.expand(op.scalar(0.0, g.dtype), updates))
+        return [kept, None, take(g) if 2 in op.wanted else None]
+    g, x, u = op.wide(g), op.wide(data), op.wide(updates)
+    zero, one = op.scalar(0.0, g.dtype), op.scalar(1.0, g.dtype)
+    if kind == "mul":
+        own, other = op.Equal(x, 0.0), op.Equal(u, 0.0)
+        zeros = put(op.Where(own, one, zero), op.Where(other, one, zero), "add")
+        product = put(op.Where(own, one, x), op.Where(other, one, u), "mul")
+
+        def share(value: ir.Value, is_zero: ir.Value, zeros: ir.Value, product: ir.Value, g: ir.Value) -> ir.Value:
+            alone = op.Equal(op.Sub(zeros, op.Where(is_zero, one, zero)), 0.0)  # no other factor is 0
+            return op.Mul(op.mask(alone, op.Div(product, op.Where(is_zero, one, value))), g)
+
+        dx = share(x, own, zeros, product, g)
+        return [dx, None, share(u, other, take(zeros), take(product), take(g)) if 2 in op.wanted else None]
+    y = op.wide(node.outputs[0])
+    own, other = (op.Where(op.Equal(a, b), one, zero) for a, b in ((x, y), (u, take(y))))
+    each = op.Div(g, put(own, other, "add"))
+    return [op.Mul(own, each), None, op.Mul(other, take(each)) if 2 in op.wanted else None]
+
+
+@gradient("TensorScatter", inputs=(0, 1))
+def tensor_scatter(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """The update receives the gradient of the places where it was written, the cache that of the others."""
+    cache, update = _data(node), node.inputs[1]
+    assert update is not None
+    starts = node.inputs[2] if len(node.inputs) > 2 else None
+    rank = op.rank(cache)
+    axis = node.attributes.get_int("axis", -2) % rank
+    steps = op.Range(op.index(0), op.Squeeze(op.dim(update, axis), [0]), op.index(1))
+    places = op.Reshape(steps, [-1 if other == axis else 1 for other in range(rank)])
+    if starts is not None:
+        places = op.Add(places, op.Reshape(op.int64(starts), [-1, *[1] * (rank - 1)]))
+    if node.attributes.get_string("mode", "linear") == "circular":
+        places = op.Mod(places, op.dim(cache, axis))
+    places = op.Expand(places, op.shape(update))
+    kept = op.ScatterElements(g, places, op.zeros(update), axis=axis) if 0 in op.wanted else None
+    return [kept, op.GatherElements(g, places, axis=axis) if 1 in op.wanted else None]
 
 
 @gradient("TopK", inputs=(0,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxamp.autodiff.builder import Builder
@@ -84,3 +85,28 @@ def gemm(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     if 2 in op.wanted and c is not None:
         dc = op.unbroadcast(g if beta == 1.0 else op.Mul(g, beta), c, [c, node.outputs[0]])
     return [da, db, dc]
+
+
+@gradient("Det")
+def det(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """The cofactors, as determinants of minors: also right where the matrix has no inverse."""
+    x = node.inputs[0]
+    assert x is not None
+    size = op.dims(x)[-1]
+    op.refuse(not isinstance(size, int) or size > 16, "it needs a static size of at most 16")
+    assert isinstance(size, int)
+    outer = op.Unsqueeze(g, [-2, -1])
+    if size == 1:
+        return [op.reshape(outer, x)]
+    others = [[k for k in range(size) if k != i] for i in range(size)]
+    places = np.asarray(
+        [[[r * size + c for c in others[j] for r in others[i]] for j in range(size)] for i in range(size)]
+    )
+    rank = op.rank(x)
+    lead = [op.dim(x, axis) for axis in range(rank - 2)]
+    minors = op.Gather(op.Reshape(x, op.join([*lead, size * size])), places.astype(np.int64), axis=rank - 2)
+    minors = op.Reshape(minors, op.join([*lead, size, size, size - 1, size - 1]))
+    signs = (-1.0) ** np.add.outer(np.arange(size), np.arange(size))
+    assert x.dtype is not None
+    cofactors = op.Mul(op.Det(minors), op.constant(signs.astype(x.dtype.numpy())))
+    return [op.Mul(outer, cofactors)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, Dim
 from onnxamp.autodiff.registry import Gradients, gradient
 
 
@@ -23,6 +23,39 @@ def _through(op: Builder, g: ir.Value, normal: ir.Value, inverse: ir.Value, axes
     mean = op.reduce("ReduceMean", g, axes)
     slope = op.reduce("ReduceMean", op.Mul(g, normal), axes)
     return op.Mul(op.Sub(op.Sub(g, mean), op.Mul(normal, slope)), inverse)
+
+
+def normalized(
+    op: Builder, x: ir.Value, axes: Sequence[int], epsilon: float, centered: bool
+) -> tuple[ir.Value, ir.Value]:
+    """x̂ and the factor that makes it: (x − mean)/√(var + ε), or x/√(mean x² + ε) if not `centered`."""
+    if centered:
+        return _standardize(op, x, axes, epsilon)
+    square = op.reduce("ReduceMean", op.Mul(x, x), axes)
+    inverse = op.Reciprocal(op.Sqrt(op.Add(square, epsilon)))
+    return op.Mul(x, inverse), inverse
+
+
+def slopes(
+    op: Builder,
+    g: ir.Value,
+    normal: ir.Value,
+    inverse: ir.Value,
+    scale: ir.Value,
+    bias: ir.Value | None,
+    axes: Sequence[int],
+    dims: list[Dim],
+    centered: bool,
+) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+    """Gradients of x, scale and bias of x̂·scale + bias, x̂ by `normalized`, for data of dimensions `dims`."""
+    scaled = op.Mul(g, op.wide(scale))
+    if centered:
+        dx = _through(op, scaled, normal, inverse, axes)
+    else:
+        slope = op.reduce("ReduceMean", op.Mul(scaled, normal), axes)
+        dx = op.Mul(op.Sub(scaled, op.Mul(normal, slope)), inverse)
+    dbias = None if bias is None else op.unbroadcast_dims(g, bias, [dims])
+    return dx, op.unbroadcast_dims(op.Mul(g, normal), scale, [dims]), dbias
 
 
 @gradient("LayerNormalization", inputs=(0, 1, 2))
@@ -67,14 +100,8 @@ def rms_normalization(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     assert x is not None
     assert scale is not None
     axes = list(range(node.attributes.get_int("axis", -1) % op.rank(x), op.rank(x)))
-    wide, g32 = op.wide(x), op.wide(g)
-    square = op.reduce("ReduceMean", op.Mul(wide, wide), axes)
-    inverse = op.Reciprocal(op.Sqrt(op.Add(square, node.attributes.get_float("epsilon", 1e-5))))
-    normal = op.Mul(wide, inverse)
-    scaled = op.Mul(g32, op.wide(scale))
-    slope = op.reduce("ReduceMean", op.Mul(scaled, normal), axes)
-    dscale = op.unbroadcast_dims(op.Mul(g32, normal), scale, [op.dims(x)]) if 1 in op.wanted else None
-    return [op.Mul(op.Sub(scaled, op.Mul(normal, slope)), inverse), dscale]
+    normal, inverse = normalized(op, op.wide(x), axes, node.attributes.get_float("epsilon", 1e-5), centered=False)
+    return slopes(op, op.wide(g), normal, inverse, scale, None, axes, op.dims(x), centered=False)[:2]
 
 
 @gradient("BatchNormalization")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import onnx_ir as ir
 
 from onnxamp.autodiff.builder import Builder
 from onnxamp.autodiff.registry import Gradients, gradient
-from onnxamp.autodiff.windows import Window, spread_back, window_of
+from onnxamp.autodiff.windows import Window, spread_back, tap_slice, window_of
 
 
 def _x(node: ir.Node) -> ir.Value:
@@ -143,3 +145,54 @@ def global_lp_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
         return [op.Mul(x, op.Div(g, safe))]
     power = op.Mul(op.Sign(x), op.Pow(op.Abs(x), float(p - 1)))
     return [op.Mul(power, op.Div(g, op.Pow(safe, float(p - 1))))]
+
+
+@gradient("MaxUnpool", inputs=(0,))
+def max_unpool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """Each element receives the gradient of the place that it was put to.
+
+    Places count in the map that the window alone gives; an output_shape only adds to its end.
+    """
+    x, indices = node.inputs[:2]
+    assert x is not None
+    assert indices is not None
+    kernel = node.attributes["kernel_shape"].as_ints()
+    n = len(kernel)
+    strides = node.attributes.get_ints("strides", (1,) * n)
+    pads = node.attributes.get_ints("pads", (0,) * 2 * n)
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        ends = []
+        for axis in range(n):
+            reach = op.Mul(op.Sub(op.dim(x, axis + 2), [1]), [strides[axis]])
+            ends.append(op.Add(reach, [kernel[axis] - pads[axis] - pads[n + axis]]))
+        g = op.Slice(g, [0] * n, op.join(ends), list(range(2, n + 2)))
+    picked = op.Gather(op.Reshape(g, [-1]), op.int64(indices), axis=0)
+    picked.shape = x.shape
+    return [picked]
+
+
+@gradient("Col2Im", inputs=(0,))
+def col2im(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
+    """The patches of the gradient: what each column was added to."""
+    x = node.inputs[0]
+    assert x is not None
+    block = op.known(node.inputs[2])
+    op.refuse(block is None, "its block is computed at run time")
+    assert block is not None
+    kernel = tuple(block.reshape(-1).tolist())
+    n = len(kernel)
+    pads = node.attributes.get_ints("pads", (0,) * 2 * n)
+    strides = tuple(node.attributes.get_ints("strides", (1,) * n))
+    dilations = tuple(node.attributes.get_ints("dilations", (1,) * n))
+    window = Window(kernel, strides, dilations, tuple(pads[:n]), tuple(pads[n:]))
+    sizes = op.dims(g)[2:]
+    op.refuse(not all(isinstance(size, int) for size in sizes), "the size of the image is not static")
+    counts = [
+        (int(size) + b + e - reach - 1) // stride + 1  # type: ignore[arg-type]
+        for size, b, e, reach, stride in zip(sizes, window.begin, window.end, window.reach, strides, strict=True)
+    ]
+    like = ir.Value(name="columns", type=g.type, shape=ir.Shape([1, 1, *counts]))
+    padded = op.Pad(g, [0, 0, *window.begin, 0, 0, *window.end]) if window.padded else g
+    taps = [tap_slice(op, padded, tap, like, window, 2) for tap in itertools.product(*map(range, kernel))]
+    flat = [op.Unsqueeze(op.Reshape(tap, [0, 0, -1]), [2]) for tap in taps]
+    return [op.reshape(op.Concat(*flat, axis=2), x)]

@@ -8,14 +8,14 @@ products over all steps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
 from onnxamp.autodiff.builder import Builder
 from onnxamp.autodiff.registry import Gradients, gradient
-
-Step = Callable[[Builder, list[ir.Value], list[ir.Value]], tuple[list[ir.Value], list[ir.Value]]]
+from onnxamp.autodiff.reverse import through
+from onnxamp.autodiff.rules.recurrence import is_usual, pick, run_steps, write_out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +44,15 @@ class _Direction:
     dh: ir.Value | None
 
 
-@gradient("LSTM", inputs=(0, 1, 2, 3, 5, 6))
+@gradient("LSTM", inputs=(0, 1, 2, 3, 5, 6, 7))
 def lstm(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
     """c' = f·c + i·g, h' = o·tanh c', with i, o, f = σ and g = tanh of x·Wᵀ + h·Rᵀ + b.
 
     From dh' and dc': dc = dc' + dh'·o·(1 − tanh² c'), then the pre-activations i: dc·g·i(1 − i), o: dh'·tanh c'·o(1 − o),
     f: dc·c·f(1 − f), g: dc·i·(1 − g²); dh = d·R, dc ← dc·f.
     """
-    _refuse_variants(op, node, ["sigmoid", "tanh", "tanh"])
-    op.refuse(len(node.inputs) > 7 and node.inputs[7] is not None, "peepholes")
+    if not is_usual(node):
+        return through(op, write_out(op, node), gradients, node.inputs)
     dc_last = [*gradients, None, None][2]
     parts = []
     for way in _directions(op, node, gradients):
@@ -65,7 +65,7 @@ def lstm(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
             c = b.Add(b.Mul(x[0], state[0]), x[1])
             return [c], [b.Identity(c)]  # one value as two outputs of a body is read wrongly by ONNX Runtime
 
-        _, (c,) = _scan(op, [start], [f, op.Mul(i, g)], cell, way.backwards)
+        _, (c,) = run_steps(op, [start], [f, op.Mul(i, g)], cell, way.backwards)
         before = _shifted(op, c, start, way.backwards)
         t = op.Tanh(c)
         factors = [
@@ -86,9 +86,9 @@ def lstm(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
             d = b.Concat(b.Mul(dc, x[1]), b.Mul(dh, x[2]), b.Mul(dc, x[3]), b.Mul(dc, x[4]), axis=-1)
             return [b.MatMul(d, r), b.Mul(dc, x[5])], [d]
 
-        states = [_or_zeros(op, way.dh, start), _or_zeros(op, _pick(op, dc_last, way.index, 0), start)]
+        states = [_or_zeros(op, way.dh, start), _or_zeros(op, pick(op, dc_last, way.index, 0), start)]
         slopes = factors if way.dy is None else [*factors, way.dy]
-        (dh, dc), (d,) = _scan(op, states, slopes, step, not way.backwards)
+        (dh, dc), (d,) = run_steps(op, states, slopes, step, not way.backwards)
         parts.append(_weight_gradients(op, node, way, d, d, dh, dc))
     return _joined(op, node, parts)
 
@@ -99,7 +99,8 @@ def gru(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
 
     dn = dh'·(1 − z)·(1 − n²), dz = dh'·(h − n)·z(1 − z); then dr and dh through the form of n.
     """
-    _refuse_variants(op, node, ["sigmoid", "tanh"])
+    if not is_usual(node):
+        return through(op, write_out(op, node), gradients, node.inputs)
     linear = bool(node.attributes.get_int("linear_before_reset", 0))
     parts = []
     for way in _directions(op, node, gradients):
@@ -148,7 +149,7 @@ def gru(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
 
         slopes = factors if way.dy is None else [*factors, way.dy]
         start = _initial(op, node, 5, way)
-        (dh,), outs = _scan(op, [_or_zeros(op, way.dh, start)], slopes, step, not way.backwards)
+        (dh,), outs = run_steps(op, [_or_zeros(op, way.dh, start)], slopes, step, not way.backwards)
         reset = None if linear else (op.Mul(r, way.before), size)
         parts.append(_weight_gradients(op, node, way, outs[0], outs[-1], dh, None, reset))
     return _joined(op, node, parts)
@@ -157,9 +158,9 @@ def gru(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
 @gradient("RNN", inputs=(0, 1, 2, 3, 5))
 def rnn(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
     """h' = f(x·Wᵀ + h·Rᵀ + b) with f = tanh (slope 1 − h'²) or Relu (slope sign h')."""
+    if not is_usual(node):
+        return through(op, write_out(op, node), gradients, node.inputs)
     names = [name.lower() for name in node.attributes.get_strings("activations", ("Tanh",))]
-    op.refuse(len(set(names)) > 1 or names[0] not in ("tanh", "relu"), f"activations {', '.join(names)}")
-    _refuse_variants(op, node, [names[0]])
     parts = []
     for way in _directions(op, node, gradients):
         slope = op.Sub(1.0, op.Mul(way.h, way.h)) if names[0] == "tanh" else op.Sign(way.h)
@@ -173,18 +174,9 @@ def rnn(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
 
         slopes = [slope] if way.dy is None else [slope, way.dy]
         start = _initial(op, node, 5, way)
-        (dh,), (d,) = _scan(op, [_or_zeros(op, way.dh, start)], slopes, step, not way.backwards)
+        (dh,), (d,) = run_steps(op, [_or_zeros(op, way.dh, start)], slopes, step, not way.backwards)
         parts.append(_weight_gradients(op, node, way, d, d, dh, None))
     return _joined(op, node, parts)
-
-
-def _refuse_variants(op: Builder, node: ir.Node, activations: list[str]) -> None:
-    own = [name.lower() for name in node.attributes.get_strings("activations", ())]
-    op.refuse(any(a != b for a, b in zip(own, activations * 2, strict=False)), f"activations {', '.join(own)}")
-    op.refuse(len(node.inputs) > 4 and node.inputs[4] is not None, "sequence_lens")
-    op.refuse("clip" in node.attributes, "clip")
-    op.refuse(bool(node.attributes.get_int("input_forget", 0)), "input_forget")
-    op.refuse(bool(node.attributes.get_int("layout", 0)), "layout 1")
 
 
 def _hidden(op: Builder, node: ir.Node) -> int:
@@ -200,15 +192,6 @@ def _number(op: Builder, count: int) -> dict[str, int]:
     return {"num_outputs": count} if op.opset >= 18 else {}
 
 
-def _pick(op: Builder, value: ir.Value | None, index: int, axis: int) -> ir.Value | None:
-    """Direction `index` of a tensor with a dimension of directions."""
-    if value is None:
-        return None
-    if op.dims(value)[axis] == 1:
-        return op.Squeeze(value, [axis])
-    return op.Squeeze(op.Slice(value, [index], [index + 1], [axis]), [axis])
-
-
 def _directions(op: Builder, node: ir.Node, gradients: Sequence[ir.Value | None]) -> list[_Direction]:
     kind = node.attributes.get_string("direction", "forward")
     x, w, r = node.inputs[:3]
@@ -222,21 +205,21 @@ def _directions(op: Builder, node: ir.Node, gradients: Sequence[ir.Value | None]
     for index, backwards in enumerate(ways):
         wb = rb = None
         if bias is not None:
-            both = _pick(op, bias, index, 0)
+            both = pick(op, bias, index, 0)
             wb, rb = op.emit("Split", [both], {"axis": 0, **_number(op, 2)}, outputs=2)
-        w_own, r_own, h = _pick(op, w, index, 0), _pick(op, r, index, 0), _pick(op, states, index, 1)
+        w_own, r_own, h = pick(op, w, index, 0), pick(op, r, index, 0), pick(op, states, index, 1)
         assert w_own is not None
         assert r_own is not None
         assert h is not None
         dy, dh = [*gradients, None][:2]
         start = node.inputs[5] if len(node.inputs) > 5 else None
-        first = _pick(op, start, index, 0)
+        first = pick(op, start, index, 0)
         if first is None:
             first = _zeros_state(op, x, r_own)
         result.append(
             _Direction(
                 index, backwards, w_own, r_own, wb, rb, h, _shifted(op, h, first, backwards),
-                _pick(op, dy, index, 1), _pick(op, dh, index, 0),
+                pick(op, dy, index, 1), pick(op, dh, index, 0),
             )
         )  # fmt: skip
     return result
@@ -262,7 +245,7 @@ def _initial(op: Builder, node: ir.Node, position: int, way: _Direction) -> ir.V
     value = node.inputs[position] if len(node.inputs) > position else None
     x = node.inputs[0]
     assert x is not None
-    picked = _pick(op, value, way.index, 0)
+    picked = pick(op, value, way.index, 0)
     return _zeros_state(op, x, way.r) if picked is None else picked
 
 
@@ -284,30 +267,6 @@ def _shifted(op: Builder, states: ir.Value, first: ir.Value, backwards: bool) ->
 def _pre_activations(op: Builder, node: ir.Node, way: _Direction) -> ir.Value:
     result = op.Add(op.MatMul(node.inputs[0], op.swap(way.w)), op.MatMul(way.before, op.swap(way.r)))
     return result if way.wb is None else op.Add(result, op.Add(way.wb, way.rb))
-
-
-def _scan(
-    op: Builder, states: list[ir.Value], slices: list[ir.Value], step: Step, backwards: bool
-) -> tuple[list[ir.Value], list[ir.Value]]:
-    """Run `step` over dimension 0 of `slices`: final states, and what each step gives, stacked in the order of the input."""
-    body = op.body("step")
-    own = [body.argument(value) for value in states]
-    xs = [body.argument(value, drop=1) for value in slices]
-    after, given = step(body, own, xs)
-    body.graph.outputs.extend([*after, *given])
-    for value, like in zip(after, states, strict=True):
-        value.shape = like.shape
-    ways = {"scan_input_directions": [1] * len(slices), "scan_output_directions": [1] * len(given)} if backwards else {}
-    attributes = {"body": body.graph, "num_scan_inputs": len(slices), **ways}
-    results = op.emit("Scan", [*states, *slices], attributes, outputs=len(after) + len(given))
-    for value, like in zip(results, [*states, *given], strict=True):
-        value.type = like.type
-        value.shape = like.shape
-    for value, like in zip(results[len(after) :], given, strict=True):
-        time = slices[0].shape
-        if time is not None and like.shape is not None:
-            value.shape = ir.Shape([time[0], *like.shape])
-    return list(results[: len(after)]), list(results[len(after) :])
 
 
 def _weight_gradients(

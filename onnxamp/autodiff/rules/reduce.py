@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import onnx_ir as ir
 
 from onnxamp.autodiff.builder import Builder
 from onnxamp.autodiff.registry import Gradients, gradient
+from onnxamp.autodiff.reverse import defined
+from onnxamp.autodiff.rules.recurrence import run_steps
 
 
 class _Reduction:
@@ -143,3 +148,29 @@ def cum_sum(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The gradient of a running sum is the running sum of the gradient from the other end."""
     reverse = 1 - node.attributes.get_int("reverse", 0)
     return [op.CumSum(g, node.inputs[1], exclusive=node.attributes.get_int("exclusive", 0), reverse=reverse)]
+
+
+@defined("CumProd", inputs=(0,))
+def cum_prod(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    """The running product as a Scan, whose gradient is exact where factors are 0."""
+    x = node.inputs[0]
+    assert x is not None
+    known = op.known(node.inputs[1])
+    op.refuse(known is None, "its axis is computed at run time")
+    assert known is not None
+    rank = op.rank(x)
+    axis = int(known.reshape(())) % rank
+    exclusive = bool(node.attributes.get_int("exclusive", 0))
+    order = [axis, *(other for other in range(rank) if other != axis)]
+    rows = op.transpose(op.wide(x), order)
+    first = op.Expand(op.scalar(1.0, rows.dtype), op.join([op.dim(rows, other) for other in range(1, rank)]))
+    if rows.shape is not None:
+        first.shape = ir.Shape(list(rows.shape)[1:])
+
+    def step(b: Builder, state: list[ir.Value], row: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
+        product = b.Mul(state[0], row[0])
+        return [product], [b.Identity(state[0] if exclusive else product)]
+
+    _, (products,) = run_steps(op, [first], [rows], step, bool(node.attributes.get_int("reverse", 0)))
+    assert x.dtype is not None
+    return [op.cast(op.transpose(products, np.argsort(order).tolist()), x.dtype)]
