@@ -318,13 +318,15 @@ def decision(node: ir.Node) -> Decision | None:
 
 
 def _load(source: Source) -> tuple[ir.Model, dict[ir.Node, int], dict[ir.Value, str]]:
-    """A model with its types; order and interface are noted before sorting and inference touch them."""
+    """A model with its types; order and interface are noted before sorting and inference touch them.
+
+    Types are inferred whatever the file declares: converters leave declarations that are no longer true.
+    """
     model = io.load(source, sort=False)
     positions = {node: k for k, node in enumerate(_nodes(model))}
     declared = {value: signature_text(value) for value in (*model.graph.inputs, *model.graph.outputs)}
     io.in_order(model)
-    if any(value.type is None or value.shape is None for node in positions for value in node.outputs):
-        types.infer(model)
+    types.infer(model)
     return model, positions, declared
 
 

@@ -302,6 +302,19 @@ def test_a_cast_of_the_source_is_retyped_with_its_neighbours(kinds: tuple[int, i
     assert diff(model(made), before) == result.mirrored()
 
 
+def test_types_are_inferred_whatever_the_file_declares() -> None:
+    """Converters leave declarations of inner values as they were: types follow from the nodes."""
+    before = model([relu("x", "a"), helper.make_node("Exp", ["a"], ["y"], "exp")])
+    after = model(
+        [cast("x", "l", HALF), relu("l", "a"), helper.make_node("Exp", ["a"], ["h"], "exp"), cast("h", "y", FLOAT)]
+    )
+    stale = [helper.make_tensor_value_info(name, FLOAT, ["n", 8]) for name in ("l", "a", "h")]
+    after.graph.value_info.extend(stale)
+    result = diff(before, after)
+    assert {r.node.op for r in result.retyped} == {"Relu", "Exp"}
+    assert [(c.source, c.target) for c in result.casts] == [("fp32", "fp16"), ("fp16", "fp32")]
+
+
 def test_a_mirror_lists_in_the_order_of_the_diff() -> None:
     """Casts and nodes that came and went at once: the mirror image is the diff of the swapped models, order included."""
     before = model([cast("x", "u", FLOAT), relu("u", "b"), helper.make_node("Exp", ["b"], ["y"], "exp")])
