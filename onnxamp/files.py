@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import pathlib
 import tempfile
 from types import TracebackType
 from typing import Self
+
+# What is written in one go before the disk is asked to begin.
+_BURST = 64 << 20
 
 
 class Unfinished:
@@ -20,6 +24,17 @@ class Unfinished:
         """Open a file in the folder of `path`, so that it can be renamed to `path`."""
         handle, self._name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".tmp", dir=path.parent)
         self.file = os.fdopen(handle, "wb")
+        self._disk = concurrent.futures.ThreadPoolExecutor(1)
+        self._sync: concurrent.futures.Future[None] | None = None
+        self._burst = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write to `file`, while the disk already takes what was written before; so that `publish` has little to wait for."""
+        self.file.write(data)
+        self._burst += len(data)
+        if self._burst >= _BURST and (self._sync is None or self._sync.done()):
+            self._burst = 0
+            self._sync = self._disk.submit(os.fsync, self.file.fileno())
 
     def publish(self, path: pathlib.Path) -> None:
         """Give the file its name, in place of what has it, readable as any new file.
@@ -39,6 +54,7 @@ class Unfinished:
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._disk.shutdown()
         try:
             self.file.close()
         finally:

@@ -354,11 +354,11 @@ def _write_data(path: pathlib.Path, tensors: dict[int, ir.TensorProtocol]) -> tu
             # Whole pages for large tensors, so that a runtime can map them.
             alignment = 4096 if tensor.nbytes >= 1 << 16 else 64
             padding = bytes(-position % alignment)
-            unfinished.file.write(padding)
+            unfinished.write(padding)
             digest.update(padding)
             start = position = position + len(padding)
             for block in byte_blocks(tensor):
-                unfinished.file.write(block)
+                unfinished.write(block)
                 digest.update(block)
                 position += len(block)
             spans[key] = (start, position - start)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
+import functools
 import math
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxamp.dtypes import FloatType
 from onnxamp.errors import ModelError
+from onnxamp.model.half import to_half
 
-BLOCK_BYTES = 16 << 20
+# Few enough for a processor's cache: what is computed from a block finds it there.
+BLOCK_BYTES = 512 << 10
+_THREADS = min(4, os.cpu_count() or 1)
+
+T = TypeVar("T")
 
 
 def byte_count(dtype: ir.DataType, dims: tuple[int, ...]) -> int:
@@ -22,35 +30,57 @@ def byte_count(dtype: ir.DataType, dims: tuple[int, ...]) -> int:
 
 
 def blocks(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
-    """The elements of `tensor`, flat and in order, in arrays of at most 16 MiB.
+    """The elements of `tensor`, flat and in order, in arrays of at most 512 KiB of what is stored.
 
     External data are read with plain reads, so that the pages of the file do not add up in memory.
 
     Raises:
         ModelError: The file with the external data ended early or cannot be read.
     """
+    return mapped(tensor, lambda block: block)
+
+
+def mapped(tensor: ir.TensorProtocol, function: Callable[[np.ndarray], T]) -> Iterator[T]:
+    """`function` of each of `blocks`, in order; of a large tensor, several are read and computed at a time."""
+    pieces = _pieces(tensor)
+    if tensor.nbytes <= 2 * BLOCK_BYTES:
+        for piece in pieces:
+            yield function(piece())
+        return
+    ahead: collections.deque[concurrent.futures.Future[T]] = collections.deque()
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+        for piece in pieces:
+            ahead.append(threads.submit(lambda piece: function(piece()), piece))
+            if len(ahead) > 2 * _THREADS:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+
+def _pieces(tensor: ir.TensorProtocol) -> Iterator[Callable[[], np.ndarray]]:
+    """Functions that give the blocks of `tensor`, in order."""
     if isinstance(tensor, ConvertedTensor):
-        for block in blocks(tensor.source):
-            yield tensor.convert(block)
+        for piece in _pieces(tensor.source):
+            yield functools.partial(lambda piece: tensor.convert(piece()), piece)
     elif isinstance(tensor, ir.ExternalTensor) and tensor.dtype.bitwidth >= 8:
-        dtype = tensor.dtype.numpy().newbyteorder("<")
-        left = tensor.size * dtype.itemsize
-        with open_external(tensor) as file:
-            file.seek(tensor.offset or 0)
-            while left:
-                size = min(left, BLOCK_BYTES)
-                data = file.read(size)
-                if len(data) < size:
-                    raise ModelError(
-                        f"{tensor.path} ended before the data of tensor {tensor.name!r} did; restore the file."
-                    )
-                left -= len(data)
-                yield np.frombuffer(data, dtype)
+        size = tensor.size * tensor.dtype.numpy().itemsize
+        for start in range(0, size, BLOCK_BYTES):
+            yield functools.partial(_read, tensor, start, min(BLOCK_BYTES, size - start))
     else:
         flat = tensor.numpy().reshape(-1)
         step = max(1, BLOCK_BYTES // max(1, flat.itemsize))
         for start in range(0, flat.size, step):
-            yield flat[start : start + step]
+            yield functools.partial(flat.__getitem__, slice(start, start + step))
+
+
+def _read(tensor: ir.ExternalTensor, start: int, size: int) -> np.ndarray:
+    """The elements from byte `start` of the data of `tensor` on."""
+    with open_external(tensor) as file:
+        file.seek((tensor.offset or 0) + start)
+        data = file.read(size)
+    if len(data) < size:
+        raise ModelError(f"{tensor.path} ended before the data of tensor {tensor.name!r} did; restore the file.")
+    return np.frombuffer(data, tensor.dtype.numpy().newbyteorder("<"))
 
 
 def open_external(tensor: ir.ExternalTensor) -> Any:
@@ -68,14 +98,18 @@ def open_external(tensor: ir.ExternalTensor) -> Any:
         ) from None
 
 
-def byte_blocks(tensor: ir.TensorProtocol) -> Iterator[bytes]:
-    """The bytes of `tensor` as ONNX stores them, in pieces of at most 16 MiB."""
+def byte_blocks(tensor: ir.TensorProtocol) -> Iterator[bytes | memoryview]:
+    """The bytes of `tensor` as ONNX stores them, in pieces of at most 512 KiB."""
     if tensor.dtype.bitwidth < 8:
         yield tensor.tobytes()
         return
-    for block in blocks(tensor):
-        little = block.dtype.newbyteorder("<")
-        yield np.ascontiguousarray(block.astype(little, copy=False)).tobytes()
+    yield from mapped(tensor, _little)
+
+
+def _little(block: np.ndarray) -> memoryview:
+    """The bytes of a block, the least significant one of each number first."""
+    ordered = np.ascontiguousarray(block.astype(block.dtype.newbyteorder("<"), copy=False))
+    return ordered.view(np.uint8).data
 
 
 class ConvertedTensor(ir.LazyTensor):
@@ -109,6 +143,8 @@ class ConvertedTensor(ir.LazyTensor):
         if self.limit is not None:
             bound = np.asarray(self.limit, array.dtype)
             array = np.where(np.isfinite(array), np.clip(array, -bound, bound), array)
+        if self.kind.numpy == np.float16 and array.dtype == np.float32:
+            return to_half(array)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             return array.astype(self.kind.numpy)
 

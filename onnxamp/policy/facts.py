@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
@@ -10,7 +11,7 @@ import onnx_ir as ir
 
 from onnxamp.dtypes import FloatType
 from onnxamp.model.signatures import operator_name
-from onnxamp.model.tensors import blocks
+from onnxamp.model.tensors import mapped
 from onnxamp.model.units import TypeGraph, Unit
 from onnxamp.policy.operators import Kind, Range, operator
 
@@ -186,27 +187,33 @@ def extent(tensor: ir.TensorProtocol, low: FloatType) -> Extent:
     Normal numbers round by a part in 2^12 (fp16) at most, which no threshold looks at; so only numbers below `low.tiny` are rounded here.
     """
     largest, nonzero, flushed, over, error, power = 0.0, 0, 0, 0, 0.0, 0.0
-    limit = low.max * (1 + low.eps / 4)  # rounds to the largest number, not to infinity
-    for block in blocks(tensor):
-        size = np.abs(block.astype(np.float32, copy=False))
-        top = float(size.max(initial=0.0))
-        if not np.isfinite(top):
-            size = size[np.isfinite(size)]
-            top = float(size.max(initial=0.0))
-        largest = max(largest, top)
-        if top >= limit:
-            held = size < limit
-            over += int(size.size - np.count_nonzero(held))
-            size = size[held]
-        if low.name == "bf16":
-            continue  # has the exponents of fp32: flushes nothing
-        power += float(np.dot(size, size))
-        if size.min(initial=low.tiny) >= low.tiny:
-            nonzero += size.size
-            continue
-        nonzero += int(np.count_nonzero(size))
-        small = size[size < low.tiny].astype(np.float64)
-        rounded = np.round(small / low.smallest) * low.smallest
-        flushed += int(np.count_nonzero(small) - np.count_nonzero(rounded))
-        error += float(np.sum((small - rounded) ** 2))
+    for part in mapped(tensor, functools.partial(_extent, low=low)):
+        largest = max(largest, part[0])
+        nonzero, flushed, over = nonzero + part[1], flushed + part[2], over + part[3]
+        error, power = error + part[4], power + part[5]
     return Extent(largest, nonzero, flushed, over, float(np.sqrt(error / power)) if power else 0.0)
+
+
+def _extent(block: np.ndarray, low: FloatType) -> tuple[float, int, int, int, float, float]:
+    """The same of one block: largest, nonzero, flushed, over, sum of squared errors, sum of squares."""
+    limit = low.max * (1 + low.eps / 4)  # rounds to the largest number, not to infinity
+    over = 0
+    size = np.abs(block.astype(np.float32, copy=False))
+    top = float(size.max(initial=0.0))
+    if not np.isfinite(top):
+        size = size[np.isfinite(size)]
+        top = float(size.max(initial=0.0))
+    if top >= limit:
+        held = size < limit
+        over = int(size.size - np.count_nonzero(held))
+        size = size[held]
+    if low.name == "bf16":
+        return top, 0, 0, over, 0.0, 0.0  # has the exponents of fp32: flushes nothing
+    power = float(np.dot(size, size))
+    small = size[size < low.tiny].astype(np.float64)
+    if not small.size:
+        return top, size.size, 0, over, 0.0, power
+    zeros = int(small.size - np.count_nonzero(small))
+    rounded = np.round(small / low.smallest) * low.smallest
+    flushed = int(np.count_nonzero(small) - np.count_nonzero(rounded))
+    return top, size.size - zeros, flushed, over, float(np.sum((small - rounded) ** 2)), power

@@ -2,6 +2,11 @@
 
 import os
 import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 import numpy as np
 import onnx
@@ -12,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxamp.dtypes import BF16, FP16
 from onnxamp.errors import ModelError, RuntimeMissingError, UsageError
 from onnxamp.model import io, tensors
+from onnxamp.model.half import to_half
 
 
 def full_model() -> onnx.ModelProto:
@@ -232,6 +238,58 @@ def test_conversion_in_blocks_equals_the_whole(
         assert max(map(len, pieces)) <= 1000
         want = np.clip(array, -1.5, 1.5).astype(kind.numpy)  # type: ignore[attr-defined]
         assert b"".join(pieces) == want.tobytes() == converted.tobytes() == converted.numpy().tobytes()
+
+
+def test_half_is_numpys_bit_for_bit() -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32).view(np.uint32).astype(np.int64)
+    ties = np.add.outer([-4097, -4096, -4095, -1, 0, 1, 4095, 4096, 4097], halves).reshape(-1) % (1 << 32)
+    numbers = np.concatenate([ties, np.arange(0, 1 << 32, 4099)]).astype(np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        want = numbers.astype(np.float16)
+    np.testing.assert_array_equal(to_half(numbers).view(np.uint16), want.view(np.uint16))
+    np.testing.assert_array_equal(to_half(numbers[:24].reshape(2, 3, 4).T), want[:24].reshape(2, 3, 4).T)
+    assert to_half(np.float32(1.5) * np.ones((), np.float32)).shape == ()
+
+
+def test_blocks_of_a_large_tensor_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", 1000)
+    array = np.arange(12345, dtype=np.float32)
+    slow = {0.0: 0.02, 250.0: 0.01}
+    assert (
+        sum(tensors.mapped(ir.Tensor(array), lambda block: time.sleep(slow.get(float(block[0]), 0)) or block.size))
+        == 12345
+    )
+    np.testing.assert_array_equal(np.concatenate(list(tensors.blocks(ir.Tensor(array)))), array)
+    with pytest.raises(ZeroDivisionError):
+        list(tensors.mapped(ir.Tensor(array), lambda block: 1 // int(block[0] < 5000)))
+    first = tensors.blocks(ir.Tensor(array))
+    assert next(first)[0] == 0
+    first.close()  # type: ignore[attr-defined]  # who stops early leaves no thread behind
+    assert threading.active_count() == 1
+
+
+def test_a_kill_leaves_nothing_under_the_final_names(tmp_path: pathlib.Path) -> None:
+    weights(tmp_path / "a.onnx")
+    code = """
+import os, signal, sys
+from onnxamp import files
+from onnxamp.model import io, tensors
+tensors.BLOCK_BYTES = 1000
+whole = files.Unfinished.write
+def write(self, data):
+    if self.file.tell() > 5000:
+        self.file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    whole(self, data)
+files.Unfinished.write = write
+io.save(io.load(sys.argv[1]), sys.argv[2])
+"""
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-c", code, os.fspath(tmp_path / "a.onnx"), os.fspath(tmp_path / "out" / "b.onnx")]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == -signal.SIGKILL
+    (left,) = (tmp_path / "out").iterdir()
+    assert left.name.startswith(".b-")
+    assert left.stat().st_size > 5000
 
 
 def test_clamping_spares_infinities() -> None:
