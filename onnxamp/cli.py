@@ -54,6 +54,11 @@ def cli(debug: bool) -> None:
     """Mixed precision and training for ONNX models, on the runtime you already ship."""
 
 
+def _rank() -> str:
+    """Which of the processes that `torchrun` has started speaks."""
+    return f"[rank {os.environ.get('RANK')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+
+
 def main() -> None:
     """Run the command line; every failure ends in one sentence on stderr and its exit code."""
     debug = "--debug" in sys.argv[1:]
@@ -74,7 +79,7 @@ def main() -> None:
     except AmpError as problem:
         if debug:
             raise
-        click.echo(f"Error: {problem}", err=True)
+        click.echo(f"{_rank()}Error: {problem}", err=True)
         sys.exit(problem.exit_code)
     except MemoryError:
         click.echo("Error: The machine ran out of memory; use a smaller model, batch or number of samples.", err=True)

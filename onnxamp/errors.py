@@ -50,6 +50,12 @@ class RuntimeMissingError(AmpError):
     exit_code = 5
 
 
+class RankLostError(AmpError):
+    """Another process of a training run has ended or does not answer."""
+
+    exit_code = 5
+
+
 class InternalError(AmpError):
     """A defect of onnxamp itself."""
 

@@ -15,12 +15,14 @@ from rich.text import Text
 
 from onnxamp.commands._configured import pairs
 from onnxamp.commands._training_options import OPTION_NAMES, build_arguments
-from onnxamp.errors import UsageError
+from onnxamp.errors import AmpError, RankLostError, UsageError
 from onnxamp.model import io
 from onnxamp.model.units import all_nodes
 from onnxamp.policy.operators import Kind, operator
-from onnxamp.trainer import export, state_dict
+from onnxamp.trainer import distributed, export, state_dict
+from onnxamp.trainer.collective import Collective, SingleProcess
 from onnxamp.trainer.data import Arrays, open_data
+from onnxamp.trainer.device import find_device, usable_threads
 from onnxamp.trainer.drive import Plan, drive
 from onnxamp.trainer.fit import History
 from onnxamp.trainer.metrics import metric
@@ -47,22 +49,39 @@ class Session:
         self.building = building
         self.options = options
         self.effective = dict(effective)
-        self.console = console
         self.run = Run(options["output"])
         self.columns = pairs(options["column"], "--column")
         self.data = self._data()
-
-    @property
-    def resumes(self) -> bool:
-        """Whether there is a run to go on with."""
-        return bool(self.options["resume"]) and self.run.exists and self.run.ours
+        self.collective = self._collective()
+        self.console = console if self.collective.rank == 0 else Console(quiet=True)
+        self.threads = usable_threads(options["threads"], self.collective.local_world_size)
+        self.resumes = bool(options["resume"]) and self.run.exists and self.run.ours
+        self.collective.barrier()  # all have looked before the first writes
 
     def train(self) -> History:
-        """Do it."""
-        trainer = self._resumed() if self.resumes else self._fresh()
-        plan = self._plan(trainer)
-        self._introduce(trainer, plan)
-        return drive(self.run, trainer, plan, self.console)
+        """Do it, together with the other processes if `torchrun` has started several."""
+        try:
+            trainer = (
+                self._resumed() if self.resumes else self._fresh() if self.collective.rank == 0 else self._joined()
+            )
+            plan = self._plan(trainer)
+            self._introduce(trainer, plan)
+            history = drive(self.run, trainer, plan, self.console)
+        except BaseException as problem:
+            self._leave(str(problem) if isinstance(problem, AmpError) else type(problem).__name__, problem)
+            raise
+        self._leave()
+        return history
+
+    def _collective(self) -> Collective:
+        if not distributed.launched():
+            return SingleProcess()
+        device = find_device(self.options["provider"])
+        return distributed.TorchCollective("nccl" if device.memory == "cuda" else "gloo", self.options["rank_timeout"])
+
+    def _leave(self, reason: str = "", problem: BaseException | None = None) -> None:
+        if isinstance(self.collective, distributed.TorchCollective):
+            self.collective.leave("" if isinstance(problem, RankLostError) else reason)
 
     def result(self, history: History) -> dict[str, Any]:
         """What `--json` prints."""
@@ -78,27 +97,51 @@ class Session:
 
     def _resumed(self) -> Trainer:
         bundle = Bundle.load(self.run.bundle_path)
-        self.run.write_config({**self.run.read_config(), **self.effective})
         newest = self.run.newest()
-        provider, threads = self.options["provider"], self.options["threads"]
+        provider, accumulate = self.options["provider"], self.options["accumulate"] or 1
+        shared: Mapping[str, Any] = {"threads": self.threads, "collective": self.collective}
         if newest is None:
-            return Trainer(bundle, provider, self.options["accumulate"] or 1, threads=threads)
-        self._say(f"going on from {newest}")
-        return Trainer.load(newest, provider, bundle=bundle, threads=threads)
+            trainer = Trainer(bundle, provider, accumulate, **shared)
+        else:
+            self._say(f"going on from {newest}")
+            trainer = Trainer.load(newest, provider, bundle=bundle, **shared)
+            size = trainer.regroup(self.effective.get("batch-size", 32))
+            if trainer.accumulate != accumulate:
+                self._say(f"windows keep their rows: now {trainer.accumulate} micro-batches of {size} in each process")
+            self.effective |= {"batch-size": size, "accumulate": trainer.accumulate}
+        if self.collective.rank == 0:
+            self.run.write_config({**self.run.read_config(), **self.effective})
+        return trainer
+
+    def _joined(self) -> Trainer:
+        """What rank 0 has begun, on another rank."""
+        self.collective.barrier()
+        begun = self.run.read_config()
+        self.effective |= {name: begun[name] for name in ("batch-size", "accumulate")}
+        return Trainer(
+            Bundle.load(self.run.bundle_path),
+            self.options["provider"],
+            begun["accumulate"],
+            threads=self.threads,
+            collective=self.collective,
+        )
 
     def _fresh(self) -> Trainer:
         options = self.options
         if options["global_batch"] and (options["batch_size"] or options["accumulate"]):
             raise UsageError("--global-batch finds --batch-size and --accumulate itself; give one or the others.")
         bundle, names = self._bundle()
-        provider, threads = options["provider"], options["threads"]
+        provider = options["provider"]
         size, accumulate = options["batch_size"] or 32, options["accumulate"] or 1
         if options["global_batch"]:
-            size, accumulate = micro_batch(bundle, provider, self.data, self.columns, options["global_batch"])
-            self._say(f"window of {size * accumulate} rows in {accumulate} micro-batches of {size}")
+            size, accumulate = micro_batch(
+                bundle, provider, self.data, self.columns, options["global_batch"], self.collective
+            )
+            each = f" in each of {self.collective.world_size} processes" if self.collective.world_size > 1 else ""
+            self._say(f"window of {options['global_batch']} rows in {accumulate} micro-batches of {size}{each}")
         self.effective.pop("global-batch", None)
         self.effective |= {"batch-size": size, "accumulate": accumulate}
-        trainer = Trainer(bundle, provider, accumulate, threads=threads)
+        trainer = Trainer(bundle, provider, accumulate, threads=self.threads)
         self._plan(trainer)  # finds mistakes in the options before anything is written
         inputs = [options[name] for name in ("model", "data", "val", "init_from", "like") if options[name]]
         self.run.create(inputs, force=options["force"] or options["resume"])
@@ -107,6 +150,8 @@ class Session:
         if names is not None:
             names.save(self.run.names_path)
         self.run.write_config(self.effective)
+        self.collective.barrier()  # the others read what was written
+        trainer.join(self.collective)
         return trainer
 
     def _bundle(self) -> tuple[Bundle, state_dict.Names | None]:
@@ -175,7 +220,8 @@ class Session:
         rows: int = self.data.rows
         size, accumulate = options["batch_size"] or 32, options["accumulate"] or 1
         window = options["global_batch"]
-        windows = math.ceil(rows / window) if window else math.ceil(math.ceil(rows / size) / accumulate)
+        whole = size * self.collective.world_size
+        windows = math.ceil(rows / window) if window else math.ceil(math.ceil(rows / whole) / accumulate)
         return windows * int(options["epochs"] or 1)
 
     def _plan(self, trainer: Trainer) -> Plan:
@@ -206,7 +252,9 @@ class Session:
         level = manifest.level if manifest.level == "O0" else f"{manifest.level} {manifest.dtype}"
         low, heavy = heavy_nodes(trainer.bundle.graphs["eval"])
         reached = f"  heavy nodes {low} of {heavy} in 16 bits" if manifest.level != "O0" else ""
-        self._say(f"{count:,} parameters  {level}{reached}  on {trainer.provider}")
+        ranks = self.collective.world_size
+        where = f"{trainer.provider}, {ranks} processes" if ranks > 1 else trainer.provider
+        self._say(f"{count:,} parameters  {level}{reached}  on {where}")
         for note in (*manifest.notes, *plan.notes(trainer)):
             self._say(f"note: {note}")
 

@@ -24,7 +24,8 @@ _FIXED = frozenset(
     onnxamp train model.onnx --data train.npz --val test.npz --loss cross_entropy --lr 1e-3 \\
         --epochs 10 --batch-size 64 --level O2 --metric accuracy -o run
     onnxamp train --resume -o run
-    onnxamp train --config run/config.toml --lr 3e-4 -o run2""",
+    onnxamp train --config run/config.toml --lr 3e-4 -o run2
+    torchrun --nproc-per-node 4 -m onnxamp train model.onnx ... -o run""",
 )
 @click.argument("model", required=False)
 @click.option("--data", help=".npz file, or folder of .npy columns or .npz shards; columns are named like the inputs.")
@@ -48,6 +49,14 @@ _FIXED = frozenset(
 @click.option("--keep", type=click.IntRange(min=1), default=2, show_default=True, help="Checkpoints that are kept.")
 @click.option("--shuffle/--no-shuffle", default=True, show_default=True, help="A new order of the rows each epoch.")
 @click.option("--provider", default="auto", show_default=True, help="auto, cpu, cuda, ...")
+@click.option(
+    "--rank-timeout",
+    type=click.FloatRange(min=1),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Under torchrun: how long a process may be silent before the others give up.",
+)
 @click.option("--threads", type=click.IntRange(min=0), default=0, help="Threads of the CPU.  [default: all]")
 @click.option("--init-from", metavar="RUN", help="Start from the parameters of that run (of its model, without MODEL).")
 @click.option("--replace-head", metavar="[OUTPUT:]UNITS", help="Give the last layer that many new units.")
@@ -66,7 +75,7 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int:
     from onnxamp import console
     from onnxamp.commands._train import Session
     from onnxamp.errors import UsageError
-    from onnxamp.trainer.drive import INTERRUPTED
+    from onnxamp.trainer.fit import INTERRUPTED
 
     assert isinstance(ctx.command, ConfiguredCommand)
     if not options["output"]:
@@ -79,6 +88,6 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int:
             f"{flag} is fixed in a run that goes on; begin a new one with `--init-from {options['output']} -o OTHER`."
         )
     history = session.train()
-    if as_json:
+    if as_json and session.collective.rank == 0:
         click.echo(json.dumps(session.result(history)))
     return 130 if history.reason == INTERRUPTED else 0

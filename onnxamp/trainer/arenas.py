@@ -1,8 +1,8 @@
 """The state of a run in memory: one flat buffer per arena of the manifest, and views of what lies in them.
 
-Arenas that must be neighbours (the window's sums follow the gradients: one all-reduce) share a block. A block has one
-buffer as long as every graph that writes to it may do so in place, else two that are used in turn: a graph reads one side
-and writes the other, then the sides change places.
+Arenas that are neighbours share a block: behind the gradients lie the window's sums and the running statistics, so that
+ranks exchange all of it in one all-reduce. A block has one buffer as long as every graph that writes to it may do so in
+place, else two that are used in turn: a graph reads one side and writes the other, then the sides change places.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from onnxamp.ort.values import ALIGNMENT, Buffer, View, element_type
 from onnxamp.training.manifest import Arena, Manifest, Port, StateTensor
 
 FLOAT = element_type(np.dtype(np.float32))
+_STATISTICS = "statistics_work"
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -95,10 +96,12 @@ class Arenas:
         self._segments = manifest.segments
         self._offsets: dict[str, int] = {}
         self.blocks: dict[str, Block] = {}
-        for first in (arena for arena in manifest.arenas if arena.after is None):
+        for first in (arena for arena in manifest.arenas if arena.after is None and arena.name != _STATISTICS):
             chain, size = [first], 0
             while following := [arena for arena in manifest.arenas if arena.after == chain[-1].name]:
                 chain.extend(following[:1])
+            if first.name == "gradient" and manifest.has_arena(_STATISTICS):
+                chain.append(manifest.arena(_STATISTICS))
             for arena in chain:
                 self._offsets[arena.name] = size
                 size += arena.elements * numpy_dtype(arena.dtype).itemsize
@@ -145,13 +148,17 @@ class Arenas:
         start = self._offsets[arena] + offset * dtype.itemsize
         return self.blocks[arena].side(other).view(start, shape, element_type(dtype))
 
-    def reduced(self) -> View:
-        """The gradients and the window's sums as one flat tensor: what ranks add up at the end of a window."""
+    def reduced(self) -> tuple[View, int]:
+        """What ranks exchange at the end of a window, as one flat tensor, and how many elements at its end are means.
+
+        These are the gradients and the window's sums, to be added, and the running statistics, to be averaged.
+        """
         names = [name for name in self._arenas if self.blocks[name] is self.blocks["gradient"]]
         if any(self._arenas[name].dtype != "float32" for name in names):
             raise InternalError("The gradients and the window's sums are not all float32.")
         size = sum(self._arenas[name].elements for name in names)
-        return self.blocks["gradient"].side().view(0, (size,), FLOAT)
+        means = self._arenas[_STATISTICS].elements if _STATISTICS in names else 0
+        return self.blocks["gradient"].side().view(0, (size,), FLOAT), means
 
     def tensor(self, key: str) -> NDArray[Any]:
         """A copy of one state tensor."""

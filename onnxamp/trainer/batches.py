@@ -7,16 +7,33 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from onnxamp.errors import DataError
 from onnxamp.trainer.data import Array, Arrays, Batch, Data, Field, Stream, shape_text
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What one rank has of a micro-step that all ranks take together.
+
+    Attributes:
+        batch: Its micro-batch; None where no row is left for it.
+        rows: Rows of every rank, by rank.
+    """
+
+    batch: Batch | None
+    rows: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +207,11 @@ class Batches:
         """Rows of an epoch over all ranks; None for a stream."""
         return self.binding.data.rows if isinstance(self.binding.data, Arrays) else None
 
+    @property
+    def size(self) -> int | None:
+        """Rows of a micro-batch over all ranks; None for the batches of a stream as they are."""
+        return self.batch_size * self.world_size if self.batch_size else None
+
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """The micro-batches of one epoch, the last one shorter where the rows do not divide.
 
@@ -197,8 +219,17 @@ class Batches:
             epoch: Number of the epoch: with the seed it fixes the order.
             start: Micro-batches to leave out at the beginning, to go on where a run stopped.
         """
-        batches = self._arrays(epoch, start) if isinstance(self.binding.data, Arrays) else self._stream(start)
-        return _read_ahead(batches, self.prefetch) if self.prefetch else batches
+        return (share.batch for share in self.shares(epoch, start) if share.batch is not None)
+
+    def shares(self, epoch: int = 0, start: int = 0) -> Iterator[Share]:
+        """The micro-steps of one epoch: as many on every rank, and each rank knows what all of them have.
+
+        Args:
+            epoch: As for `epoch`.
+            start: As for `epoch`.
+        """
+        shares = self._arrays(epoch, start) if isinstance(self.binding.data, Arrays) else self._stream(start)
+        return _read_ahead(shares, self.prefetch) if self.prefetch else shares
 
     def __iter__(self) -> Iterator[Batch]:
         return self.epoch()
@@ -211,30 +242,29 @@ class Batches:
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([self.seed, epoch])))
         return generator.permutation(self.binding.data.rows)
 
-    def _arrays(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _arrays(self, epoch: int, start: int) -> Iterator[Share]:
         data = self.binding.data
         assert isinstance(data, Arrays)
-        assert self.batch_size is not None
+        assert self.size is not None
         order = self.order(epoch)
         names = list(dict.fromkeys(self.binding.columns.values()))
-        whole = self.batch_size * self.world_size
-        for first in range(start * whole, data.rows, whole):
-            rows = order[first : first + whole]
-            # A short last global batch is dealt evenly, so that every rank takes part in every window.
-            mine = np.array_split(rows, self.world_size)[self.rank] if len(rows) < whole else rows[self._slice()]
-            yield self.binding.convert(data.take(names, mine))
+        for first in range(start * self.size, data.rows, self.size):
+            # A short last micro-step is dealt evenly.
+            dealt = np.array_split(order[first : first + self.size], self.world_size)
+            rows = dealt[self.rank]
+            batch = self.binding.convert(data.take(names, rows)) if len(rows) else None
+            yield Share(batch, tuple(map(len, dealt)))
 
-    def _slice(self) -> slice:
-        assert self.batch_size is not None
-        return slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
-
-    def _stream(self, start: int) -> Iterator[Batch]:
+    def _stream(self, start: int) -> Iterator[Share]:
         data = self.binding.data
         assert isinstance(data, Stream)
-        pieces = self._rebatch(data) if self.batch_size else iter(data)
-        for index, batch in enumerate(pieces):
-            if index >= start * self.world_size and index % self.world_size == self.rank:
-                yield self.binding.convert(batch)
+        pieces = iter(self._rebatch(data) if self.batch_size else data)
+        pieces = itertools.islice(pieces, start * self.world_size, None)
+        counted = self.binding.columns[self.binding.fields[0].name]
+        while dealt := list(itertools.islice(pieces, self.world_size)):
+            batch = self.binding.convert(dealt[self.rank]) if self.rank < len(dealt) else None
+            rows = [len(piece[counted]) if counted in piece else 0 for piece in dealt]
+            yield Share(batch, (*rows, *[0] * (self.world_size - len(dealt))))
 
     def _rebatch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Cut and join the batches of a stream into micro-batches of the size asked for."""
@@ -252,12 +282,12 @@ class Batches:
             yield kept
 
 
-def _read_ahead(batches: Iterator[Batch], depth: int) -> Iterator[Batch]:
+def _read_ahead(items: Iterator[_T], depth: int) -> Iterator[_T]:
     """Run an iterator in a thread, at most `depth` items ahead; its errors are raised here."""
-    ready: queue.Queue[tuple[Batch | None, BaseException | None]] = queue.Queue(depth)
+    ready: queue.Queue[tuple[_T | None, BaseException | None]] = queue.Queue(depth)
     stopped = threading.Event()
 
-    def put(item: tuple[Batch | None, BaseException | None]) -> bool:
+    def put(item: tuple[_T | None, BaseException | None]) -> bool:
         while not stopped.is_set():
             try:
                 ready.put(item, timeout=0.1)
@@ -268,8 +298,8 @@ def _read_ahead(batches: Iterator[Batch], depth: int) -> Iterator[Batch]:
 
     def work() -> None:
         try:
-            for batch in batches:
-                if not put((batch, None)):
+            for item in items:
+                if not put((item, None)):
                     return
             put((None, None))
         except BaseException as problem:
@@ -279,12 +309,12 @@ def _read_ahead(batches: Iterator[Batch], depth: int) -> Iterator[Batch]:
     thread.start()
     try:
         while True:
-            batch, problem = ready.get()
+            item, problem = ready.get()
             if problem is not None:
                 raise problem
-            if batch is None:
+            if item is None:
                 return
-            yield batch
+            yield item
     finally:
         stopped.set()
         thread.join()

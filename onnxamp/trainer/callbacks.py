@@ -61,6 +61,9 @@ class Callback:
     def on_end(self, loop: Loop, reason: str) -> None:
         """After the last window of the run, unless it ended by an error; `reason` is `Loop.reason`."""
 
+    def on_rank_lost(self, loop: Loop) -> None:
+        """Another process is gone and the run ends: `loop` is where the last window ended, and may be saved."""
+
     def close(self) -> None:
         """Last of all, after an error too: give back files, terminals and signals."""
 
@@ -111,7 +114,8 @@ class Checkpoints(Callback):
     """Save every so often, keep the newest ones, and keep the best one apart.
 
     Files: `step-N.safetensors` with N the number of windows, and `best.safetensors`. A new file is whole before an old
-    one goes, so there is always one to resume from.
+    one goes, so there is always one to resume from. Where several processes train, rank 0 writes, the state at the start too;
+    if one is lost, each that is left writes the same file.
 
     Args:
         folder: Where they go.
@@ -144,8 +148,12 @@ class Checkpoints(Callback):
         return self.folder / "best.safetensors"
 
     def on_start(self, loop: Loop) -> None:
+        if not loop.writes:
+            return
         for unfinished in self.folder.glob(".*.part"):  # of a process that was killed while it wrote
             unfinished.unlink(missing_ok=True)
+        if loop.trainer.collective.world_size > 1 and not checkpoints(self.folder):
+            self.save(loop)
 
     def on_checkpoint(self, loop: Loop) -> None:
         if self.every is not None and loop.windows % self.every == 0:
@@ -166,9 +174,14 @@ class Checkpoints(Callback):
     def on_end(self, loop: Loop, reason: str) -> None:
         self.save(loop)
 
+    def on_rank_lost(self, loop: Loop) -> None:
+        self.save(loop)
+
     def save(self, loop: Loop) -> Path:
         """Save now."""
         path = self.folder / f"step-{loop.windows:08d}.safetensors"
+        if not loop.writes:
+            return path
         loop.save(path)
         saved = checkpoints(self.folder)
         for old in saved[: -self.keep] if self.keep else []:

@@ -1,4 +1,4 @@
-"""What data-parallel training needs of a communication library, and the case of one process.
+"""What data-parallel training needs of a communication library, the case of one process, and how rows are dealt out.
 
 All ranks hold the same parameters. The gradient arena, with the sums of losses and weights in its tail, is summed over
 ranks once per window; everything after that is computed alike on every rank.
@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from onnxamp.errors import UsageError
 from onnxamp.ort.values import View
 
 
 class Collective(Protocol):
-    """A group of processes that train one model."""
+    """A group of processes that train one model.
+
+    Its operations raise `RankLostError` when another process has ended or does not answer.
+    """
 
     @property
     def rank(self) -> int:
@@ -22,11 +26,19 @@ class Collective(Protocol):
     def world_size(self) -> int:
         """The number of processes."""
 
-    def all_reduce(self, memory: View, *, mean: bool = False) -> None:
-        """Replace `memory` (float32) on every rank by its sum, or mean, over ranks, in place."""
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its machine: which device it takes."""
+
+    @property
+    def local_world_size(self) -> int:
+        """The number of processes on this machine, which share its processors and memory."""
+
+    def all_reduce(self, memory: View, means: int = 0) -> None:
+        """Replace `memory` (float32, flat) on every rank by its sum over ranks; its last `means` elements by their mean."""
 
     def broadcast(self, memory: View) -> None:
-        """Replace `memory` on every rank by that of rank 0, in place."""
+        """Replace `memory` (float32) on every rank by that of rank 0, in place."""
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -37,8 +49,10 @@ class SingleProcess:
 
     rank = 0
     world_size = 1
+    local_rank = 0
+    local_world_size = 1
 
-    def all_reduce(self, memory: View, *, mean: bool = False) -> None:
+    def all_reduce(self, memory: View, means: int = 0) -> None:
         """A sum over one rank."""
 
     def broadcast(self, memory: View) -> None:
@@ -46,3 +60,28 @@ class SingleProcess:
 
     def barrier(self) -> None:
         """Nobody to wait for."""
+
+
+def divided(window: int, ranks: int, largest: int, done: int = 0) -> tuple[int, int]:
+    """Rows of a micro-batch of one rank, and micro-batches in a window, for windows of `window` rows in all.
+
+    A run keeps its windows, and with them its results, when the number of processes changes.
+
+    Args:
+        window: Rows of a window over all ranks.
+        ranks: The number of ranks.
+        largest: The most rows that a micro-batch may have; as many as can be are taken.
+        done: Rows of the window that is open, which must be whole micro-batches of all ranks too.
+
+    Raises:
+        UsageError: `window` or `done` is no multiple of `ranks`.
+    """
+    for size in range(min(largest, window // ranks), 0, -1):
+        if window % (size * ranks) == 0 and done % (size * ranks) == 0:
+            return size, window // (size * ranks)
+    held = f"Windows of {window} rows" if window % ranks else f"The {done} rows of the window that is open"
+    fitting = [n for n in range(1, max(2 * ranks, 8) + 1) if window % n == 0 and done % n == 0]
+    raise UsageError(
+        f"{held} cannot be shared evenly by {ranks} processes: take {', '.join(map(str, fitting))}"
+        " (`torchrun --nproc-per-node N`)."
+    )

@@ -41,8 +41,8 @@ def processors() -> int:
     return os.cpu_count() or 1
 
 
-def usable_threads(threads: int) -> int:
-    """`threads`, but not more than there are processors, which is logged; 0 stays 0.
+def usable_threads(threads: int, processes: int = 1) -> int:
+    """`threads`, but not more than there are processors, which is logged; 0 stays 0, or is a share of them if others train too.
 
     The runtime's threads spin while they wait: with more of them than processors, each waits for one that does not run, and a
     step may take minutes.
@@ -57,7 +57,7 @@ def usable_threads(threads: int) -> int:
             "%d threads were asked for and this process may use %d processors: it uses %d.", threads, most, most
         )
         return most
-    return threads
+    return threads or (max(1, processors() // processes) if processes > 1 else 0)
 
 
 def find_device(provider: str) -> Device:

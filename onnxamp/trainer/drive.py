@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from onnxamp.errors import AmpError, UsageError
+from onnxamp.errors import AmpError, RankLostError, UsageError
 from onnxamp.trainer.batches import Binding, bind
 from onnxamp.trainer.callbacks import Callback, Checkpoints, EarlyStopping
 from onnxamp.trainer.checkpoint import write_text
 from onnxamp.trainer.data import open_data
 from onnxamp.trainer.export import read_trained
-from onnxamp.trainer.fit import History, fit
+from onnxamp.trainer.fit import INTERRUPTED, History, fit
 from onnxamp.trainer.metrics import Metric
 from onnxamp.trainer.progress import Progress, amount
 from onnxamp.trainer.run import Run
@@ -28,22 +28,23 @@ from onnxamp.trainer.trainer import Trainer
 if TYPE_CHECKING:
     from onnxamp.trainer.fit import Loop
 
-INTERRUPTED = "interrupted"
-
 
 class StopOnSignal(Callback):
-    """Ctrl-C and SIGTERM end the run after the running micro-step; a second one ends it at once."""
+    """Ctrl-C and SIGTERM end the run after the running micro-step (window, with several ranks); a second one at once."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self._before: dict[int, Any] = {}
+        self._asked = False
 
     def on_start(self, loop: Loop) -> None:
         def stop(number: int, frame: object) -> None:
-            if loop.reason is not None:
+            if self._asked:
                 raise KeyboardInterrupt
-            loop.stop(INTERRUPTED)
-            self.console.print("stopping after this micro-batch (once more: at once)", style="yellow")
+            self._asked = True
+            loop.interrupt()
+            after = "micro-batch" if loop.reason else "window"
+            self.console.print(f"stopping after this {after} (once more: at once)", style="yellow")
 
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, stop)
@@ -131,19 +132,22 @@ class Plan:
             bind(open_data(source), trainer.fields, columns=self.columns, optional=("weights",)) for source in sources
         ]
 
-    def callbacks(self, run: Run, console: Console, extra: Sequence[Callback] = ()) -> list[Callback]:
-        """Everything that goes on around the loop, in the order that the records need."""
+    def callbacks(
+        self, run: Run, console: Console, extra: Sequence[Callback] = (), *, writes: bool = True
+    ) -> list[Callback]:
+        """Everything that goes on around the loop, in the order that the records need; `writes` is false beside rank 0."""
         watched = None if self.val is None else self.early_stop or "val_loss"
         better = self.better(watched) if watched else "lower"
-        callbacks: list[Callback] = [MetricsFile(run.metrics_path)]
-        if self.tensorboard:
+        callbacks: list[Callback] = [MetricsFile(run.metrics_path)] if writes else []
+        if self.tensorboard and writes:
             callbacks.append(TensorBoard(run.tensorboard_folder))
         callbacks.append(
             Checkpoints(run.checkpoint_folder, self.save_every, keep=self.keep, metric=watched, better=better)
         )
         if watched and self.early_stop is not None:
             callbacks.append(EarlyStopping(watched, self.patience, better=better))
-        return [*callbacks, Progress(console), StopOnSignal(console), *extra]
+        shown: list[Callback] = [Progress(console)] if writes else []
+        return [*callbacks, *shown, StopOnSignal(console), *extra]
 
 
 def drive(run: Run, trainer: Trainer, plan: Plan, console: Console, extra: Sequence[Callback] = ()) -> History:
@@ -160,6 +164,7 @@ def drive(run: Run, trainer: Trainer, plan: Plan, console: Console, extra: Seque
         AmpError: Whatever ended the run; the page is written nevertheless.
     """
     reason = "failed"
+    writes = trainer.collective.rank == 0
     try:
         history = fit(
             trainer,
@@ -173,18 +178,31 @@ def drive(run: Run, trainer: Trainer, plan: Plan, console: Console, extra: Seque
             columns=plan.columns,
             shuffle=plan.shuffle,
             seed=plan.seed,
-            callbacks=plan.callbacks(run, console, extra),
+            callbacks=plan.callbacks(run, console, extra, writes=writes),
         )
         reason = history.reason
+    except RankLostError as problem:
+        reason = str(problem)
+        raise RankLostError(f"{problem} {_saved(run)}") from problem
     except AmpError as problem:
         reason = str(problem)
         raise
     finally:
-        write_report(run, reason)
+        if writes:
+            write_report(run, reason)
+    if not writes:
+        return history
     if reason != INTERRUPTED:
         export_best(run, trainer, history)
     summary(run, trainer, history, console)
     return history
+
+
+def _saved(run: Run) -> str:
+    """What is left of a run that a lost process ended, and how it goes on."""
+    newest = run.newest()
+    kept = f"The run is saved up to {newest}" if newest else "Nothing was saved yet"
+    return f"{kept}; start it again with the same command and --resume -o {run.folder}, with any number of processes."
 
 
 def write_report(run: Run, reason: str) -> None:

@@ -8,6 +8,7 @@ that was never stopped.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import os
@@ -16,12 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from onnxamp.errors import DataError, DivergedError, UsageError
-from onnxamp.trainer.batches import Batches, bind
+from onnxamp.errors import DataError, DivergedError, RankLostError, UsageError
+from onnxamp.trainer.batches import Batches, Share, bind
 from onnxamp.trainer.callbacks import Callback, Window
 from onnxamp.trainer.collective import Collective
 from onnxamp.trainer.data import Array, Batch, Field, open_data
 from onnxamp.trainer.metrics import Metric, metric
+
+INTERRUPTED = "interrupted"
+"""The reason of a run that a signal ended."""
 
 
 class Step(Protocol):
@@ -34,6 +38,10 @@ class Step(Protocol):
     @property
     def cause(self) -> str | None:
         """Why that window was skipped, or None."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether this micro-step ended a window and any rank wants the run to end."""
 
 
 class Steps(Protocol):
@@ -53,9 +61,13 @@ class Steps(Protocol):
     @property
     def metric_options(self) -> Mapping[str, Any]: ...
 
-    def micro_step(self, batch: Batch) -> Step: ...
+    def micro_step(self, batch: Batch | None, rows: Sequence[int] | None = None) -> Step: ...
 
     def flush(self) -> Step | None: ...
+
+    def interrupt(self) -> None: ...
+
+    def leave(self) -> None: ...
 
     def nonfinite_gradients(self) -> Sequence[str]: ...
 
@@ -109,6 +121,9 @@ class Loop:
         evaluated: Windows ended when the last evaluation was made.
         memory: What callbacks remember; JSON values only.
         reason: Why the run ends, once it does.
+
+    Raises:
+        UsageError: The run was saved where its rows so far are no whole number of the micro-batches asked for now.
     """
 
     def __init__(self, trainer: Steps, batches: Batches, epochs: int | None, steps: int | None) -> None:
@@ -125,23 +140,62 @@ class Loop:
         self.evaluated = int(position.get("evaluated", 0))
         self.memory: dict[str, Any] = dict(position.get("memory", {}))
         self.reason: str | None = None
+        before, size = position.get("size"), batches.size
+        if before and size and before != size:
+            done = self.batch * before
+            if batches.rows is not None and done >= batches.rows:
+                self.batch = len(batches)
+            elif done % size:
+                raise UsageError(
+                    f"The run has used {done} rows of the epoch, which are no whole number of micro-batches of {size} rows: "
+                    "take a batch size and a number of processes that divide them."
+                )
+            else:
+                self.batch = done // size
+        self._settled = self._position()
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process is the one that writes files and speaks: rank 0."""
+        return self.trainer.collective.rank == 0
 
     def stop(self, reason: str) -> None:
-        """End the run after the running micro-step."""
+        """End the run after the running micro-step; where several processes train, all must call it there."""
         self.reason = self.reason or reason
 
+    def interrupt(self) -> None:
+        """End the run because this process was told to: after the running micro-step, or window if others train too."""
+        if self.trainer.collective.world_size == 1:
+            self.stop(INTERRUPTED)
+        else:
+            self.trainer.interrupt()
+
     def save(self, path: Path) -> None:
-        """Write a checkpoint from which the run can go on exactly here."""
-        self.trainer.position = {
+        """Write a checkpoint from which the run can go on exactly here (on rank 0; others do nothing)."""
+        self.trainer.position = self._position()
+        self.trainer.save(path)
+
+    def settle(self) -> None:
+        """Remember this place as the one to go back to: the window that ended here is in the trainer's state."""
+        self._settled = self._position()
+
+    def rewind(self) -> None:
+        """Go back to where the last window ended, as the only process, because another one is lost."""
+        self.trainer.leave()
+        for name in ("epoch", "batch", "windows", "step", "skipped", "evaluated", "memory"):
+            setattr(self, name, self._settled[name])
+
+    def _position(self) -> dict[str, Any]:
+        return {
             "epoch": self.epoch,
             "batch": self.batch,
+            "size": self.batches.size,
             "windows": self.windows,
             "step": self.step,
             "skipped": self.skipped,
             "evaluated": self.evaluated,
-            "memory": self.memory,
+            "memory": copy.deepcopy(self.memory),
         }
-        self.trainer.save(path)
 
     @property
     def total_windows(self) -> int | None:
@@ -178,7 +232,8 @@ def fit(
     """Train.
 
     Where several processes train (`trainer.collective`), each calls this with the same arguments: every process takes its
-    own rows of the training data, and all of `val`.
+    own rows of the training data, and all of `val`. Rank 0 writes; if a process is lost, those that are left save the state
+    of the last window.
 
     Windows do not reach over epochs: what is left at the end of one is applied as a shorter window. `val` is evaluated
     after each epoch (or every `eval_every` windows) and at the end.
@@ -202,6 +257,7 @@ def fit(
     Raises:
         DataError: The data do not fit the model, or no row of a whole epoch has weight.
         DivergedError: No window could be applied, or too many in a row were skipped at the lowest loss scale.
+        RankLostError: Another process has ended or does not answer.
         UsageError: The arguments contradict each other.
     """
     if epochs is None and steps is None:
@@ -253,6 +309,11 @@ class _Run:
     def run(self) -> History:
         try:
             return self._run()
+        except RankLostError:
+            self.loop.rewind()
+            for callback in self.callbacks:
+                callback.on_rank_lost(self.loop)
+            raise
         finally:
             with contextlib.ExitStack() as stack:  # each is closed, whatever happens to the others
                 for callback in reversed(self.callbacks):
@@ -297,14 +358,16 @@ class _Run:
         loop = self.loop
         applied, skipped, began = loop.step, loop.skipped, loop.batch
         self._since = time.perf_counter()
-        with contextlib.closing(_generator(loop.batches.epoch(loop.epoch, loop.batch))) as stream:
+        together = loop.trainer.collective.world_size > 1
+        with contextlib.closing(_generator(loop.batches.shares(loop.epoch, loop.batch))) as stream:
             while True:
                 asked = time.perf_counter()
-                batch = next(stream, None)
+                share: Share | None = next(stream, None)
                 self._waited += time.perf_counter() - asked
-                if batch is None:
+                if share is None:
                     break
-                result = loop.trainer.micro_step(batch)
+                step = loop.trainer.micro_step
+                result = step(share.batch, share.rows) if together else step(share.batch)
                 loop.batch += 1
                 if result.report is not None:
                     self._window(result, result.report)
@@ -319,6 +382,7 @@ class _Run:
         if self.val is not None and self.eval_every is None:
             self._evaluate()
         loop.epoch, loop.batch = loop.epoch + 1, 0
+        loop.settle()
         for callback in self.callbacks:
             callback.on_epoch(loop)
 
@@ -345,6 +409,7 @@ class _Run:
             self._evaluate()
         for callback in self.callbacks:
             callback.on_checkpoint(loop)
+        loop.settle()
         self._since = time.perf_counter()
 
     def _cause(self, result: Step) -> str:
@@ -365,6 +430,6 @@ class _Run:
         self._since = time.perf_counter()
 
 
-def _generator(batches: Iterator[Batch]) -> Any:
-    """`batches` as something that can be closed, so that its thread ends with the epoch."""
-    return batches if hasattr(batches, "close") else (batch for batch in batches)
+def _generator(shares: Iterator[Share]) -> Any:
+    """`shares` as something that can be closed, so that its thread ends with the epoch."""
+    return shares if hasattr(shares, "close") else (share for share in shares)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from onnxamp.errors import DivergedError
+from onnxamp.errors import DivergedError, UsageError
 from onnxamp.ort.values import Buffer, View
 from onnxamp.trainer.arenas import FLOAT, Arenas
 from onnxamp.trainer.batch import Batch
@@ -15,8 +15,10 @@ from onnxamp.trainer.collective import Collective
 from onnxamp.trainer.gradient import Gradient
 from onnxamp.trainer.program import Program
 from onnxamp.trainer.update import Update
-from onnxamp.training.manifest import REPORT, Manifest
+from onnxamp.training.manifest import REPORT, WINDOW, WINDOW_SIZE, Manifest
 
+# The last element of the window's sums, which no graph uses, tells with them how many ranks want the run to end.
+VOTE = WINDOW_SIZE - 1
 # Reading from a device waits for it, so the count of windows skipped in a row is not read after each of them.
 _LOOK_EVERY = 16
 
@@ -29,11 +31,13 @@ class Window:
         own: Micro-batches so far of this rank; fewer where it had none left.
         rows: Rows so far, over all ranks.
         nan: What is known of NaN in its data, in words.
+        interrupted: When it ended some rank wanted the run to end.
     """
 
-    def __init__(self, micro_steps: int = 0, rows: int = 0, nan: str | None = None) -> None:
+    def __init__(self, micro_steps: int = 0, rows: int = 0, nan: str | None = None, own: int | None = None) -> None:
         self.micro_steps = micro_steps
-        self.own = micro_steps
+        self.own = micro_steps if own is None else own
+        self.interrupted = False
         self.rows = rows
         self.nan = nan
         self.report: View | None = None
@@ -80,6 +84,11 @@ class StepResult:
         return float(self._scale.read())
 
     @property
+    def interrupted(self) -> bool:
+        """This micro-step ended a window, and one of the ranks wants the run to end here."""
+        return self._ended and self._window.interrupted
+
+    @property
     def cause(self) -> str | None:
         """Why the window was skipped or has lost micro-batches (policy ``micro``), in words; None if it was and has not."""
         report = self.report
@@ -113,6 +122,9 @@ class Loop:
         accumulate: Micro-batches in a window.
         collective: The processes that train together.
         weight_sum: Runs eval.onnx for the sum of weights of a batch, a float32 scalar.
+
+    Attributes:
+        interrupting: This process wants the run to end: the others hear it with the next all-reduce.
     """
 
     def __init__(
@@ -135,43 +147,56 @@ class Loop:
         self._update = update
         self._collective = collective
         self._windows = 0
+        self._in_step = False
+        self.interrupting = False
         self._seeded = float(arenas.tensor("scalars/seed_divisor")) != 0
         self._loss = next(p for p in manifest.graphs["grad"].outputs if p.name == "amp.loss")
         self._report = next(p for p in manifest.graphs["reduce"].outputs if p.ref == "report")
         self._weight_sum = weight_sum
 
-    def micro_step(self, batch: Batch) -> StepResult:
+    def micro_step(self, batch: Batch | None, shares: Sequence[int] | None = None) -> StepResult:
         """Add the gradients of one micro-batch; after the last of a window, apply it.
+
+        Args:
+            batch: The micro-batch; None where `shares` leaves this rank no row.
+            shares: Rows of every rank in this micro-step, if they are known; else the ranks ask each other.
 
         Raises:
             DivergedError: Too many windows in a row were skipped at the lowest loss scale.
         """
         window = self.window
-        before, rows = self._ranks(batch.rows)
+        self._in_step = shares is not None
+        before, rows = self._ranks(batch.rows if batch else 0, shares)
         if not self._seeded:
-            self._seed(self._weight_sum(batch))
+            self._seed(self._weight_sum(batch) if batch else self._memory(()))
+        loss, scale = self._memory(()), self._scale()
+        if batch is not None:
+            self._add(batch, before, loss)
+        if not self._seeded:
+            self._set_divisor(0)
+        ended = self._count(rows)
+        return StepResult(window, loss, scale, ended)
+
+    def _add(self, batch: Batch, before: int, loss: View) -> None:
+        """Run the backward pass; `before` counts the rows of lower ranks in this micro-step."""
+        window = self.window
         ranks, rank = self._collective.world_size, self._collective.rank
         hosts = {
             "first": np.array(window.own == 0),
             "row_offset": np.array(window.rows + before + self._kept_apart("dropped_rows"), np.int64),
             "micro_step": np.array(window.micro_steps * ranks + rank + self._kept_apart("dropped"), np.int64),
         }
-        loss, scale = self._memory(()), self._scale()
         feeds = {**batch.feeds, **{name: hosts[ref] for name, ref in self._grad.hosts.items()}}
         alone = self.accumulate == 1 and window.micro_steps == 0
         self._grad.run(feeds, {self._loss.name: loss}, alone)
-        if not self._seeded:
-            self._set_divisor(0)
         window.own += 1
         window.nan = window.nan or batch.nan
-        ended = self._count(rows)
-        return StepResult(window, loss, scale, ended)
 
     def flush(self) -> StepResult | None:
         """Apply a window that has fewer micro-batches than the others; None if there are none."""
         result = None
         # A rank that has no micro-batch left takes part, with nothing, until all ranks have come here.
-        while self._collective.world_size > 1 and (rows := self._ranks(0)[1]):
+        while self._collective.world_size > 1 and not self._in_step and (rows := self._ranks(0)[1]):
             if not self._seeded:
                 self._seed(self._memory(()))
             result = self._result() if self._count(rows) else None
@@ -195,6 +220,18 @@ class Loop:
             self._apply()
         return ended
 
+    def regroup(self, accumulate: int) -> None:
+        """Let windows of the same rows have `accumulate` micro-batches, the one that is open too."""
+        window = self.window
+        own = bool(window.own)
+        window.micro_steps = window.micro_steps * accumulate // self.accumulate
+        window.own = window.micro_steps if own else 0
+        self.accumulate = accumulate
+
+    def join(self, collective: Collective) -> None:
+        """Exchange with these processes from now on."""
+        self._collective = collective
+
     def restore(self, window: Window) -> None:
         """Go on in the middle of `window`; the arenas hold its state already."""
         self.window = window
@@ -206,10 +243,11 @@ class Loop:
         if self._collective.world_size > 1:
             if not window.own:
                 self._contribute_nothing()
-            self._collective.all_reduce(self._arenas.reduced())
-            if self._manifest.has_arena("statistics_work"):
-                size = self._manifest.arena("statistics_work").elements
-                self._collective.all_reduce(self._arenas.range("statistics_work", 0, (size,)), mean=True)
+            vote = self._arenas.range("window", VOTE, (1,))
+            if self.interrupting:
+                vote.write(np.ones(1, np.float32))
+            self._collective.all_reduce(*self._arenas.reduced())
+            window.interrupted = bool(vote.read()[0])
         self._reduce.run(fresh={self._report.name: report})
         self._reduce.turn()
         self._update.run()
@@ -255,17 +293,21 @@ class Loop:
 
     def _contribute_nothing(self) -> None:
         """Clear what an earlier window left, on a rank that has no micro-batch while others have."""
-        view = self._arenas.reduced()
+        view, _ = self._arenas.reduced()
         view.write(np.zeros(view.shape, np.float32))
         if self._manifest.has_arena("statistics"):
             shape = (self._manifest.arena("statistics").elements,)
             self._arenas.range("statistics_work", 0, shape).write(self._arenas.range("statistics", 0, shape).read())
 
-    def _ranks(self, rows: int) -> tuple[int, int]:
+    def _ranks(self, rows: int, shares: Sequence[int] | None = None) -> tuple[int, int]:
         """Rows of lower ranks in this micro-step, and of all ranks."""
         size, rank = self._collective.world_size, self._collective.rank
         if size == 1:
             return 0, rows
+        if shares is not None:
+            if len(shares) != size or shares[rank] != rows:
+                raise UsageError(f"Rank {rank} of {size} has {rows} rows, and the shares given are {list(shares)}.")
+            return sum(shares[:rank]), sum(shares)
         counts = np.zeros(size, np.float32)
         counts[rank] = rows
         shared = self._memory((size,))
@@ -274,13 +316,6 @@ class Loop:
         counts = shared.read()
         return int(counts[:rank].sum()), int(counts.sum())
 
-    def _scale(self) -> View:
-        tensor = self._manifest.tensor("scalars/loss_scale")
-        return self._arenas.range(tensor.arena, tensor.offset, tensor.shape)
-
-    def _memory(self, shape: tuple[int, ...]) -> View:
-        buffer = Buffer(4 * max(math.prod(shape), 1), self._arenas.device, self._arenas.device_id)
-        return buffer.view(0, shape, FLOAT)
     def _kept_apart(self, field: str) -> int:
         """What the graph takes away from a count for the micro-batches that were dropped, to be added back.
 
@@ -291,3 +326,10 @@ class Loop:
             return 0
         return int(self._arenas.tensor("window/window")[WINDOW.index(field)])
 
+    def _scale(self) -> View:
+        tensor = self._manifest.tensor("scalars/loss_scale")
+        return self._arenas.range(tensor.arena, tensor.offset, tensor.shape)
+
+    def _memory(self, shape: tuple[int, ...]) -> View:
+        buffer = Buffer(4 * max(math.prod(shape), 1), self._arenas.device, self._arenas.device_id)
+        return buffer.view(0, shape, FLOAT)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from onnxamp.errors import AmpError, DataError, RuntimeMissingError, UsageError
 from onnxamp.trainer.batches import Batches, bind
+from onnxamp.trainer.collective import Collective, divided
 from onnxamp.trainer.data import Arrays, open_data
 from onnxamp.trainer.tracking import resident_memory
 from onnxamp.trainer.trainer import Trainer
@@ -35,7 +36,7 @@ def largest(global_batch: int, fits: Callable[[int], bool]) -> tuple[int, int]:
 
 
 def micro_batch(
-    bundle: Bundle, provider: str, data: object, columns: dict[str, str], global_batch: int
+    bundle: Bundle, provider: str, data: object, columns: dict[str, str], global_batch: int, collective: Collective
 ) -> tuple[int, int]:
     """Size and number of the micro-batches of a window of `global_batch` rows.
 
@@ -47,14 +48,20 @@ def micro_batch(
         provider: Where it runs.
         data: The training data.
         columns: Input name to column name.
-        global_batch: Rows of a window.
+        global_batch: Rows of a window, over all processes.
+        collective: The processes that share the window, and those among them that share this machine's memory.
+
+    Returns:
+        Rows of a micro-batch of one process, and micro-batches in a window.
 
     Raises:
-        UsageError: `global_batch` is below 1, or the data come in batches of their own.
+        UsageError: `global_batch` is below 1 or cannot be shared evenly, or the data come in batches of their own.
         RuntimeMissingError: Not even one row fits.
     """
     if global_batch < 1:
         raise UsageError(f"--global-batch must be at least 1, not {global_batch}.")
+    divided(global_batch, collective.world_size, global_batch)
+    global_batch //= collective.world_size
     trainer = Trainer(bundle, provider, accumulate=1 << 30)
     binding = bind(open_data(data), trainer.fields, columns=columns, optional=("weights",))
     if not isinstance(binding.data, Arrays):
@@ -86,7 +93,8 @@ def micro_batch(
     step(large)
     after = resident_memory() or before
     per_row = max(0.0, (after - before) / max(1, large - small))
-    return largest(global_batch, lambda size: size <= large or per_row * (size - large) < _SHARE * free)
+    share = _SHARE * free / collective.local_world_size
+    return largest(global_batch, lambda size: size <= large or per_row * (size - large) < share)
 
 
 def available_memory() -> int | None:

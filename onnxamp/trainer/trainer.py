@@ -19,7 +19,7 @@ from onnxamp.passes.emulate import emulate
 from onnxamp.trainer import checkpoint
 from onnxamp.trainer.arenas import FLOAT, Arenas, numpy_dtype
 from onnxamp.trainer.batch import BatchCheck
-from onnxamp.trainer.collective import Collective, SingleProcess
+from onnxamp.trainer.collective import Collective, SingleProcess, divided
 from onnxamp.trainer.data import Field
 from onnxamp.trainer.device import find_device, usable_threads
 from onnxamp.trainer.evaluator import Evaluator, without_loss
@@ -76,15 +76,14 @@ class Trainer:
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.load(bundle)
         self.manifest = self.bundle.manifest
         self.position: dict[str, Any] = {}
-        threads = usable_threads(threads)
         self._device = find_device(provider)
         self.provider = self._device.provider
         self.collective: Collective = collective or SingleProcess()
+        threads = usable_threads(threads, self.collective.local_world_size)
         device = self._device.memory
         self._config = SessionConfig(provider=self.provider, threads=threads, memory_pattern=False)
         self._arenas = Arenas(self.manifest, device)
         self._arenas.load(self.bundle.state)
-        self._agree()
         self._environment = checkpoint.environment(self.provider, threads)
         place = Place(self._arenas, Results(device), self._config, in_place, segment_scalars(self.manifest, device))
         graphs = self.manifest.graphs
@@ -103,6 +102,7 @@ class Trainer:
             self.collective,
             self._weight_sum,
         )
+        self.join(self.collective)
 
     @property
     def accumulate(self) -> int:
@@ -114,6 +114,25 @@ class Trainer:
         if value < 1:
             raise UsageError(f"accumulate must be at least 1, not {value}.")
         self._loop.accumulate = value
+
+    def regroup(self, batch_size: int) -> int:
+        """After `load`: keep the rows of windows, whatever the number of processes is now.
+
+        Args:
+            batch_size: The most rows that a micro-batch may have.
+
+        Returns:
+            The rows of a micro-batch of each process; `accumulate` is set to go with it.
+
+        Raises:
+            UsageError: The rows of a window cannot be shared evenly by so many processes.
+        """
+        if not (before := self.position.get("size")):
+            return batch_size
+        rows = self._loop.window.rows
+        size, accumulate = divided(before * self.accumulate, self.collective.world_size, batch_size, rows)
+        self._loop.regroup(accumulate)
+        return size
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -149,21 +168,37 @@ class Trainer:
         """Memory of parameters, gradients and optimizer state."""
         return self._arenas.nbytes
 
-    def micro_step(self, batch: Batch) -> StepResult:
+    def micro_step(self, batch: Batch | None, rows: Sequence[int] | None = None) -> StepResult:
         """Add the gradients of a micro-batch to the window; the last one of a window applies it.
 
         Args:
-            batch: Arrays by input name, `labels` and, if rows weigh differently, `weights`.
+            batch: Arrays by input name, `labels` and, if rows weigh differently, `weights`. None only where several
+                processes train and `rows` leaves this one nothing.
+            rows: Where several processes train, the rows of each of them in this micro-step, if that is known: then nothing
+                is exchanged before the window ends, and all must take the same number of micro-steps.
 
         Raises:
             DataError: The batch does not fit: names, types, shapes, or labels that are no classes.
             DivergedError: Too many windows in a row were skipped at the lowest loss scale.
+            RankLostError: Another process has ended or does not answer.
         """
-        return self._loop.micro_step(self._check(batch))
+        if batch is None and rows is None:
+            raise UsageError("A micro-step without a batch needs the rows of every process.")
+        return self._loop.micro_step(None if batch is None else self._check(batch), rows)
 
     def flush(self) -> StepResult | None:
         """Apply the window as it is, if it has any micro-batch."""
         return self._loop.flush()
+
+    def interrupt(self) -> None:
+        """Tell the other processes that this one wants the run to end: `StepResult.interrupted` is true at the next window's
+        end, on every rank alike."""
+        self._loop.interrupting = True
+
+    def leave(self) -> None:
+        """Give up the open window and go on as the only process; the state is that of the last window."""
+        self._loop.window = Window()
+        self.join(SingleProcess())
 
     def fit(self, data: Any, **options: Any) -> History:
         """Train on a data set: see `onnxamp.trainer.fit.fit` for the arguments."""
@@ -202,12 +237,12 @@ class Trainer:
         totals = np.zeros(2)
         output = prediction(self.bundle).name
         for batch in [data] if isinstance(data, Mapping) else data:
-            if metrics and "labels" not in batch:
+            if metrics and label not in batch:
                 raise UsageError("Metrics compare with labels, and the data have none.")
             outputs = evaluator.run(self._check(batch))
             totals += evaluator.sums.read()
             for each in metrics:
-                each.update(outputs[output or ""], batch["labels"], batch.get("weights"))
+                each.update(outputs[output or ""], batch[label], batch.get("weights"))
         loss = float(totals[0] / totals[1]) if totals[1] else float("nan")
         values = self._of_rank_0(np.array([loss, *(each.value() for each in metrics)]))
         return dict(zip(["loss", *(each.name for each in metrics)], map(float, values), strict=True))
@@ -228,8 +263,10 @@ class Trainer:
             self.manifest.graphs["eval"].of_kind("data"), self.manifest.rows, spare=self.bundle.input_names
         )
 
+        compared = {port.name for port in self.manifest.graphs["eval"].of_kind("labels", "weights")}
+
         def outputs(batch: Batch) -> tuple[int, dict[str, Any]]:
-            checked = check({name: value for name, value in batch.items() if name not in ("labels", "weights")})
+            checked = check({name: value for name, value in batch.items() if name not in compared})
             return checked.rows, evaluator.run(checked)
 
         found = outputs(data)[1] if isinstance(data, Mapping) else joined(map(outputs, data))
@@ -274,7 +311,7 @@ class Trainer:
         return [name for name, values in self._arenas.values("gradient").items() if not np.isfinite(values).all()]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint, at any micro-step; an existing file is replaced in one step.
+        """Write a checkpoint, at any micro-step; an existing file is replaced in one step. Rank 0 writes, others do nothing.
 
         The bundle is found again by its place relative to the file. If it was never saved, it is written beside the file.
 
@@ -285,6 +322,8 @@ class Trainer:
         window = self._loop.window
         if self.collective.world_size > 1 and window.micro_steps:
             raise UsageError("Each rank has gradients of its own in the middle of a window: flush, then save.")
+        if self.collective.rank:
+            return
         target = Path(path).absolute()
         digest = self.manifest.digest
         folder = self.bundle.path
@@ -334,8 +373,10 @@ class Trainer:
         trainer = cls(found, provider, progress.accumulate, threads=threads, in_place=in_place, collective=collective)
         checkpoint.warn_of_differences(progress.environment, trainer._environment)
         trainer._arenas.load(state)
-        trainer._agree()
-        trainer._loop.restore(Window(progress.micro_steps, progress.rows, progress.nan))
+        trainer.join(trainer.collective)
+        # The gradients of a window that is open are rank 0's to contribute.
+        own = None if trainer.collective.rank == 0 else 0
+        trainer._loop.restore(Window(progress.micro_steps, progress.rows, progress.nan, own))
         trainer.position = dict(progress.position)
         return trainer
 
@@ -360,7 +401,8 @@ class Trainer:
             role = "master" if weights == "working" else weights
             level, dtype = level or "O0", dtype or self.manifest.dtype
             model = self.inference_model(weights=role)
-            graph, ports = evaluation_graph(model, self.manifest.options, level, dtype)
+            judge = self._trained.loss_model(role)
+            graph, ports = evaluation_graph(model, self.manifest.options, level, dtype, judge)
             if level != "O0" and not self._device.computes_low:
                 graph = emulate(graph)
             return Evaluator(graph, ports, self._arenas, self._config)
@@ -383,11 +425,14 @@ class Trainer:
         sums = self._working.sums
         return sums.buffer.view(4, (), sums.element_type)
 
-    def _agree(self) -> None:
-        """Let every rank begin with the state of rank 0."""
-        if self.collective.world_size > 1:
+    def join(self, collective: Collective) -> None:
+        """Train with other processes from now on; every rank begins with the state of rank 0."""
+        self.collective = collective
+        self._loop.join(collective)
+        if collective.world_size > 1:
             for block in dict.fromkeys(self._arenas.blocks.values()):
-                self.collective.broadcast(block.side().view(0, (block.side().nbytes // 4,), FLOAT))
+                for side in dict.fromkeys((block.side(), block.side(other=True))):
+                    collective.broadcast(side.view(0, (side.nbytes // 4,), FLOAT))
 
     def _of_rank_0(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """The values of rank 0, so that all ranks decide alike by them."""
