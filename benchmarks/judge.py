@@ -1,6 +1,6 @@
 """A judge of written files for the tests and the benchmarks: it uses onnx, numpy and ONNX Runtime only, nothing of onnxamp.
 
-Strict rounding, errors, Casts, heavy nodes, 16-bit regions without purpose, and the traffic that a file has.
+Strict rounding, errors, Casts, heavy nodes, 16-bit regions without purpose; the traffic of a file is counted in `counter`.
 """
 
 from __future__ import annotations
@@ -163,11 +163,12 @@ def run(
     session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     if isinstance(model, str):
         model = onnx.load(model, load_external_data=False)
-    kinds = {value.name: _leaf(value.type) for value in model.graph.input}
+    kinds = {value.name: leaf(value.type) for value in model.graph.input}
     return dict(zip((o.name for o in session.get_outputs()), session.run(None, adapted(feeds, kinds)), strict=True))
 
 
-def _leaf(kind: onnx.TypeProto) -> int:
+def leaf(kind: onnx.TypeProto) -> int:
+    """The element type of a tensor, or of the tensors in a sequence or optional."""
     while (case := kind.WhichOneof("value")) in ("sequence_type", "optional_type"):
         kind = getattr(kind, case).elem_type
     return int(kind.tensor_type.elem_type)
@@ -179,7 +180,7 @@ def evaluate(model: onnx.ModelProto, feeds: Mapping[str, object]) -> dict[str, o
         return run(model, feeds)
     except NotImplemented:
         session = ReferenceEvaluator(model)
-        kinds = {value.name: _leaf(value.type) for value in model.graph.input}
+        kinds = {value.name: leaf(value.type) for value in model.graph.input}
         return dict(zip(session.output_names, session.run(None, adapted(feeds, kinds)), strict=True))
 
 
@@ -331,37 +332,3 @@ def zeros(model: onnx.ModelProto) -> dict[str, object]:
         for value in model.graph.input
         if value.name not in constants
     }
-
-
-def element_counts(source: onnx.ModelProto, feeds: Mapping[str, object]) -> dict[str, int]:
-    """How many elements each value of a model without bodies has, observed in a run."""
-    model = inferred(source)
-    kinds = {value.name: value for value in model.graph.value_info}
-    known = {value.name for value in model.graph.output}
-    for node in model.graph.node:
-        model.graph.output.extend(kinds[name] for name in node.output if name and name not in known)
-    sizes = {name: int(np.asarray(array).size) for name, array in run(model, feeds).items()}
-    return sizes | {name: int(np.asarray(array).size) for name, array in feeds.items()}
-
-
-def moved_bytes(model: onnx.ModelProto, elements: Mapping[str, int]) -> int:
-    """Bytes that the nodes of a written file without bodies read and write, given the element counts of the source's values."""
-    model = inferred(model)
-    (_, seen), *_ = scopes(model.graph)
-    sizes = dict(elements) | {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
-    for node in model.graph.node:
-        if node.op_type == "Cast":  # one of the two has the source's name
-            count = sizes.get(node.input[0], sizes.get(node.output[0]))
-            assert count is not None
-            sizes.setdefault(node.input[0], count)
-            sizes.setdefault(node.output[0], count)
-        elif node.op_type == "Constant":
-            sizes[node.output[0]] = int(np.asarray(helper.get_node_attr_value(node, "value").dims, int).prod())
-    total = 0
-    for node in model.graph.node:
-        if node.op_type == "Constant":
-            continue
-        assert not any(bodies(node))
-        names = [*(() if node.op_type in ("Shape", "Size") else filter(None, node.input)), *filter(None, node.output)]
-        total += sum(sizes[name] * helper.tensor_dtype_to_np_dtype(seen[name]).itemsize for name in names)
-    return total

@@ -27,6 +27,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx.inliner
 import onnx.numpy_helper
 
 PACKAGES = [
@@ -90,10 +91,12 @@ def one(path: str, inputs: list[str], level: str, dtype: str, peers: str) -> dic
         row["bytes"] = [os.path.getsize(path), os.path.getsize(out)]
         row["casts"], row["heavy"] = judge.casts(candidate), judge.heavy(candidate)
         strict = judge.strict(candidate)
+        sets: list[dict] = []
         for file in inputs:
             arrays = np.load(file)
             names = [v.name for v in source.graph.input]
             feeds = {(k if k in names else names[int(k)]): arrays[k] for k in arrays.files}
+            sets.append(feeds)
             expected = judge.run(source, feeds)
             figures = judge.figures(expected, judge.run(strict, feeds))
             for key, better in (("cosine", min), ("snr", min), ("nonfinite", max), ("mismatches", max)):
@@ -104,7 +107,7 @@ def one(path: str, inputs: list[str], level: str, dtype: str, peers: str) -> dic
                 weights = judge.figures(expected, judge.run(rounded_weights(source), feeds))["cosine"]
                 row["weights_alone"] = min(row.get("weights_alone", weights), weights)
         if inputs and level == "O2" and dtype == "fp16":
-            row |= traffic(source, feeds, pathlib.Path(path).stem, peers)
+            row |= traffic(source, sets, pathlib.Path(path).stem, peers)
     return row
 
 
@@ -119,37 +122,28 @@ def rounded_weights(source: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def traffic(source: onnx.ModelProto, feeds: dict, stem: str, peers: str) -> dict:
+def traffic(source: onnx.ModelProto, feeds: list[dict], stem: str, peers: str) -> dict:
     """Modelled and counted bytes of one run at the sizes of `feeds`, and Casts and bytes of the other tools' files.
 
-    The counter reads only the written file and the element counts of a real run. Models with bodies have no such count.
+    The counter reads only the written file and the sizes that values have in real runs.
     """
+    import counter
     import judge
 
     import onnxamp
 
-    static = onnx.ModelProto()
-    static.CopyFrom(source)
-    for value in static.graph.input:
-        if value.name in feeds:
-            value.type.tensor_type.shape.Clear()
-            for size in np.shape(feeds[value.name]):
-                value.type.tensor_type.shape.dim.add().dim_value = size
-    for value in static.graph.output:
-        value.type.tensor_type.ClearField("shape")
-    del static.graph.value_info[:]
-    if any(any(judge.bodies(node)) for node in static.graph.node):
-        return {}
-    used = {k: v for k, v in feeds.items() if k in {i.name for i in static.graph.input}}
+    if source.functions:
+        source = onnx.inliner.inline_local_functions(source)
     row: dict = {}
     try:
-        elements = judge.element_counts(static, used)
-        result = onnxamp.convert(static, level="O2", dtype="fp16")
+        shapes = counter.observe(source, *feeds)
+        sized, dims = counter.annotated(source, shapes)
+        result = onnxamp.convert(sized, level="O2", dtype="fp16", dim=dims)
         row["modelled"] = [result.summary.traffic["source"], result.summary.traffic["result"]]
         with tempfile.TemporaryDirectory() as scratch:
             out = os.path.join(scratch, "out.onnx")
             result.save(out)
-            row["counted"] = judge.moved_bytes(onnx.load(out), elements)
+            row["counted"] = counter.moved_bytes(onnx.load(out), source, shapes)
     except Exception as problem:
         row["uncounted"] = f"{type(problem).__name__}: {' '.join(str(problem).split())[:80]}"
         return row
@@ -159,7 +153,7 @@ def traffic(source: onnx.ModelProto, feeds: dict, stem: str, peers: str) -> dict
             try:
                 model = onnx.load(file)
                 row[tool] = [judge.casts(model), None]
-                row[tool][1] = judge.moved_bytes(model, elements)
+                row[tool][1] = counter.moved_bytes(model, source, shapes)
             except Exception:  # an invalid file: its types cannot be inferred
                 row.setdefault(tool, [None, None])
     return row

@@ -15,7 +15,8 @@ from onnxamp.model import dimensions
 from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import SHAPE_ONLY, Read, TypeGraph, Unit, all_nodes
 
-_UNRANKED = 64
+# A value without shape, sequences among them, counts as one unknown dimension.
+_UNRANKED = dimensions.OTHER_DIM
 _UNSIZED = (None, ir.DataType.STRING, ir.DataType.UNDEFINED)
 
 
