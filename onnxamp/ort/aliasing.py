@@ -27,7 +27,7 @@ _UNARY = (
 _BINARY = "Add Sub Mul Div Pow PRelu Mod And Or Xor Equal Less LessOrEqual Greater GreaterOrEqual"
 # Variadic operators make one pass per operand: the third would be read after the output was begun.
 _VARIADIC = frozenset({"Sum", "Max", "Min", "Mean"})
-_ELEMENTWISE = frozenset(_UNARY.split()) | frozenset(_BINARY.split()) | {"Where"}
+_ELEMENTWISE = frozenset(_UNARY.split()) | frozenset(_BINARY.split()) | {"Where", "GatedAdd"}
 _DOMAINS = frozenset({"", "ai.onnx", "com.microsoft"})
 
 

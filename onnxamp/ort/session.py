@@ -138,6 +138,15 @@ def open_session(model: Model, config: SessionConfig | None = None) -> Any:
     return session
 
 
+def loads(model: Model, config: SessionConfig | None = None) -> bool:
+    """Whether the runtime takes the model: its operators are known and have kernels on the provider asked for."""
+    try:
+        open_session(model, config)
+    except (ModelError, UnsupportedError):
+        return False
+    return True
+
+
 def run(session: Any, feeds: Mapping[str, Any], outputs: Sequence[str] | None = None) -> dict[str, Any]:
     """Run `session` once with arrays, bfloat16 included (as `ml_dtypes.bfloat16` on both sides).
 

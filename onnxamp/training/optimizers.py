@@ -149,7 +149,7 @@ class Adam:
     ) -> tuple[ir.Value, Values]:
         beta1, beta2 = self.betas
         m = op.Add(op.Mul(moments["exp_avg"], beta1), op.Mul(g, 1 - beta1))
-        v = op.Add(op.Mul(moments["exp_avg_sq"], beta2), op.Mul(op.Mul(g, 1 - beta2), g))
+        v = op.Add(op.Mul(moments["exp_avg_sq"], beta2), op.Mul(op.Mul(g, g), 1 - beta2))
         root = op.Add(op.Sqrt(v), results["scaled_eps"])
         step = op.Mul(op.Div(m, root), op.Mul(lr, results["step_factor"]))
         return op.Sub(p, step), {"exp_avg": m, "exp_avg_sq": v}
@@ -238,7 +238,7 @@ class RMSprop:
     ) -> tuple[ir.Value, Values]:
         """One step."""
         g = _decayed(op, p, g, decay)
-        square = op.Add(op.Mul(moments["square_avg"], self.alpha), op.Mul(op.Mul(g, 1 - self.alpha), g))
+        square = op.Add(op.Mul(moments["square_avg"], self.alpha), op.Mul(op.Mul(g, g), 1 - self.alpha))
         new: Values = {"square_avg": square}
         spread = square
         if self.centered:

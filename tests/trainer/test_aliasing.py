@@ -57,6 +57,8 @@ CASES = [
         "else_branch = e () => (float[4,4] z) { z = Abs(g) }>",
         "may run after",
     ),
+    ("scaled sum", "float[4,4] g, float[4,1] s", "", "acc2 = com.microsoft.GatedAdd(acc, g, s)", None),
+    ("scaled in a sum", "float[4,4] g, float[4,1] s", "", "acc2 = com.microsoft.GatedAdd(g, acc, s)", None),
 ]
 
 
@@ -100,7 +102,7 @@ def test_allowed_aliases_compute_the_same_bits(inputs, outputs, body, tmp_path):
             binding.output("acc2", target)
             for value in session.get_inputs():
                 if value.name != "acc":
-                    binding.feed(value.name, {"g": g, "first": np.array(first)}[value.name])
+                    binding.feed(value.name, {"g": g, "first": np.array(first), "s": g[:, :1].copy()}[value.name])
             binding.run()
             results.append(target.read())
         np.testing.assert_array_equal(*results)
