@@ -10,10 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.dtypes import FloatType
-from onnxamp.model.signatures import operator_name, standard_opset
+from onnxamp.model.signatures import operator_name
 from onnxamp.model.tensors import mapped
 from onnxamp.model.units import TypeGraph, Unit
-from onnxamp.policy.batch_norm import is_line
 from onnxamp.policy.operators import Kind, Range, operator
 
 # Constants above this size are weights, never the small numbers that patterns look for.
@@ -41,40 +40,20 @@ class Extent:
 
 
 class Facts:
-    """Cached answers about one type graph and one 16-bit type.
+    """Cached answers about one type graph and one 16-bit type."""
 
-    Args:
-        graph: The model's type graph.
-        low: The 16-bit type.
-        ranges: Largest sizes of values by name.
-        trains: Whether the parameters are about to be trained, so that nothing follows from what they are now.
-    """
-
-    def __init__(
-        self, graph: TypeGraph, low: FloatType, ranges: Mapping[str, float] | None = None, *, trains: bool = False
-    ) -> None:
+    def __init__(self, graph: TypeGraph, low: FloatType, ranges: Mapping[str, float] | None = None) -> None:
         self.graph = graph
         self.low = low
         self.ranges: Mapping[str, float] = ranges or {}
-        self._trains = trains
-        self._opset = standard_opset(graph.model)
         self.constants = frozenset(graph.constants)
         self._tensors: dict[ir.Value, ir.TensorProtocol | None] = {}
         self._extents: dict[ir.Value, Extent] = {}
         self._scalars: dict[ir.Value, float | None] = {}
-        self._lines: dict[ir.Node, bool] = {}
 
     def kind(self, unit: Unit) -> Kind | None:
-        """The kind of the unit's operator; None for the interface. BatchNormalization is neutral where it is but a line."""
-        if unit.node is None:
-            return None
-        kind = operator(unit.node).kind
-        return Kind.NEUTRAL if kind is Kind.SENSITIVE and not self._trains and self._is_line(unit.node) else kind
-
-    def _is_line(self, node: ir.Node) -> bool:
-        if node not in self._lines:
-            self._lines[node] = is_line(node, node.version or self._opset, self.tensor, self.low)
-        return self._lines[node]
+        """The kind of the unit's operator; None for the interface."""
+        return operator(unit.node).kind if unit.node is not None else None
 
     def tensor(self, value: ir.Value | None) -> ir.TensorProtocol | None:
         """The data of a constant of any type; None for what is computed, or may be overridden."""
