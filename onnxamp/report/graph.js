@@ -172,6 +172,18 @@
         if (spot) drawItem(item, plan.sizes[k], x0 + spot.x - spot.w / 2, y0 + spot.y, nodes);
       });
     };
+    // What enters and leaves an open fold goes through one point of its upper and one of its lower border.
+    const border = (plan, x0, y0, x, top, bottom, target) => {
+      const count = plan.level.items.length;
+      [[count, top, 0], [count + 1, bottom, 1]].forEach(([k, y, end]) => {
+        const spot = plan.spots[k];
+        if (!spot) return;
+        const kinds = new Set(plan.level.edges.filter((edge) => edge[end] === k).map((edge) => edge[3]));
+        const px = x0 + spot.x, py = y0 + spot.y, bend = (y - py) / 2;
+        target.append(el("path", { d: `M${px} ${py}C${px} ${py + bend} ${x} ${y - bend} ${x} ${y}`, class: `edge ${kinds.size === 1 ? [...kinds][0] : ""}` }),
+          el("circle", { cx: px, cy: py, r: 3, class: "through" }));
+      });
+    };
     const heat = (value) => `hsl(${Math.round(210 - 200 * value)} ${Math.round(30 + 55 * value)}% var(--heat))`;
     const drawItem = (item, size, x, y, target) => {
       shown.set(item, { x, y, w: size.w, h: size.h });
@@ -224,9 +236,14 @@
           target.append(label);
           below += 18;
         }
-        const inner = el("g");
+        const inner = el("g"), left = x + (size.w - part.w) / 2;
         target.append(inner);
-        drawLevel(part, x + (size.w - part.w) / 2, below, inner);
+        if (item.fold) {
+          const through = el("g");
+          target.insertBefore(through, g);
+          border(part, left, below, x + size.w / 2, y, y + size.h, through);
+        }
+        drawLevel(part, left, below, inner);
         below += part.h + PAD;
       }
       itemOf.set(g, item);

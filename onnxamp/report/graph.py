@@ -2,7 +2,8 @@
 
 Runs of boxes that are alike (same status, precision and island, no Casts) fold into one box with their count. If more than
 `LEVEL` boxes remain, stretches of the order fold again, so that no level is large, however large the graph is. A stretch
-of a topological order never makes a cycle when it becomes one box.
+of a topological order never makes a cycle when it becomes one box. In an open fold, edges that come from outside start at
+one point at its upper border, those that leave end at one at its lower border.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from onnxamp.report.layout import layout
+from onnxamp.report.layout import BEND, layout
 from onnxamp.report.sections import Box, Graph, GraphView
 
 RUN = 4  # the shortest run that folds
@@ -84,7 +85,12 @@ def _level_of(graph: Graph, strings: dict[str, int]) -> dict[str, Any]:
 def _level(
     graph: Graph, items: list[int | Fold], edges: Sequence[tuple[int, int, str, str]], strings: dict[str, int]
 ) -> dict[str, Any]:
-    """One level; `edges` are those whose two ends may be in it."""
+    """One level; `edges` are those with an end in it.
+
+    Items are numbered in order; then come the points where edges enter and leave, and the bend points.
+    """
+    count = len(items)
+    enter, leave = count, count + 1
     owner: dict[int, int] = {}
     for k, item in enumerate(items):
         for box in item.boxes() if isinstance(item, Fold) else (item,):
@@ -92,14 +98,12 @@ def _level(
     outer: dict[tuple[int, int], tuple[str, str, int]] = {}
     inner: dict[int, list[tuple[int, int, str, str]]] = {}
     for edge in edges:
-        source, target = owner.get(edge[0]), owner.get(edge[1])
-        if source is None or target is None:
-            continue
-        if source == target:
-            inner.setdefault(source, []).append(edge)
-            continue
-        label, precision, count = outer.get((source, target), (edge[2], edge[3], 0))
-        outer[source, target] = label, precision if precision == edge[3] else "", count + 1
+        source, target = owner.get(edge[0], enter), owner.get(edge[1], leave)
+        for end in {source, target}:
+            inner.setdefault(end, []).append(edge)
+        if source != target:
+            label, precision, joined = outer.get((source, target), (edge[2], edge[3], 0))
+            outer[source, target] = label, precision if precision == edge[3] else "", joined + 1
     rows = [
         _fold_row(graph, item, inner.get(k, []), strings)
         if isinstance(item, Fold)
@@ -107,19 +111,25 @@ def _level(
         for k, item in enumerate(items)
     ]
     widths = [WIDTH[1] if isinstance(item, Fold) else width(graph.boxes[item]) for item in items]
-    pairs = list(outer)
-    made = layout(widths, pairs)
-    left = min(
-        (made.centers[k] - (widths[k] if k < len(widths) else 0) / 2 for row in made.rows for k in row), default=0
-    )
+    order = [*([enter] if enter in inner else []), *range(count), *([leave] if leave in inner else [])]
+    place = {number: k for k, number in enumerate(order)}
+    made = layout([(*widths, BEND, BEND)[number] for number in order], [(place[a], place[b]) for a, b in outer])
+    order += range(count + 2, count + 2 + len(made.centers) - len(order))
+    centers = dict(zip(order, made.centers, strict=True))
+    left = min((x - (widths[k] if k < count else 0) / 2 for k, x in centers.items()), default=0)
     return {
         "items": rows,
         "widths": [round(w) for w in widths],
-        "rows": made.rows,
-        "x": [round(x - left) for x in made.centers],
+        "rows": [[order[k] for k in row] for row in made.rows],
+        "x": [round(centers[k] - left) if k in centers else 0 for k in range(max(centers, default=-1) + 1)],
         "edges": [
-            [*pair, _intern(label if count == 1 else f"{count} values", strings), precision, route]
-            for (pair, (label, precision, count)), route in zip(outer.items(), made.routes, strict=True)
+            [
+                *pair,
+                _intern(label if joined == 1 else f"{joined} values", strings),
+                precision,
+                [order[k] for k in route],
+            ]
+            for (pair, (label, precision, joined)), route in zip(outer.items(), made.routes, strict=True)
         ],
     }
 

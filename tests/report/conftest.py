@@ -123,13 +123,62 @@ class Browser:
         self.call("Input.insertText", text=text)
 
     def click(self, selector: str) -> None:
-        """A real click into the middle of an element."""
+        """A real click into the middle of an element's upper end."""
         x, y = self.js(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}});"
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
+            " e.scrollIntoView({block: e.getBoundingClientRect().height > innerHeight / 3 ? 'start' : 'center'});"
             " const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + Math.min(r.height / 2, 10)]; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def ready(self, path: pathlib.Path, **how: Any) -> None:
+        """Open a page and wait until its script has drawn it."""
+        self.open(path, **how)
+        self.until("document.documentElement.dataset.ready")
+
+    def until(self, condition: str) -> None:
+        for _ in range(3000):
+            if self.js(condition):
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"{condition} does not come true: {self.errors}")
+
+    def check(self, path: pathlib.Path) -> None:
+        """No error, no request but for the page itself, nothing wider than the window."""
+        assert self.errors == []
+        wanted = [url for url in self.requests if not url.startswith(("about:", "data:"))]
+        assert {url.partition("#")[0] for url in wanted} == {path.as_uri()}
+        assert self.js("document.documentElement.scrollWidth <= innerWidth")
+
+    def walk_through(self, path: pathlib.Path, name: str, *, width: int = 1280, dark: bool = False) -> None:
+        """What a person does on the page of a pair: search `name`, go to a difference, open and close a fold, change the theme."""
+        count = "document.querySelectorAll('g.item').length"
+        current = "document.querySelector('.current')"
+        self.ready(path, width=width, dark=dark)
+        assert 0 < self.js(count) <= 200
+        self.js("document.querySelector('.pane').focus()")
+        self.key("/")
+        self.type(name)
+        self.until("document.querySelector('.hits .total') !== null")
+        self.key("Enter")
+        self.until(f"{current} !== null")
+        assert self.js(f"{current}.dataset.id") == name
+        assert name in self.js("document.querySelector('.side').innerText")
+        assert self.js("decodeURIComponent(location.hash.slice(1))") == name
+        self.key("n")
+        assert self.js(f"{current}.dataset.id") != name
+        assert self.js(f"/added|removed|changed/.test({current}.getAttribute('class'))")
+        self.js("[...document.querySelectorAll('.toolbar button')].find((b) => b.textContent == 'Fold').click()")
+        shown = self.js(count)
+        self.click("g.item.fold:not(.open)")
+        assert self.js(count) > shown
+        self.click("g.item.fold.open")
+        assert self.js(count) == shown
+        background = self.js("getComputedStyle(document.body).backgroundColor")
+        self.click("#theme")
+        assert self.js("getComputedStyle(document.body).backgroundColor") != background
+        self.check(path)
 
     def screenshot(self, path: pathlib.Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))

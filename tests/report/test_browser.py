@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-import time
 
+import numpy as np
+import onnx
 import pytest
 
+import onnxamp
+from onnxamp.comparison import conversion_page
 from onnxamp.report import Box, Figures, Graph, GraphView, LinePlot, Link, Series, Table, page
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -48,27 +51,6 @@ def view(count: int) -> GraphView:
     return GraphView("Graph", Graph(boxes, edges), {"AMP002": ("heavy", HOSTILE)})
 
 
-def ready(browser, path: pathlib.Path, **how) -> None:
-    browser.open(path, **how)
-    until(browser, "document.documentElement.dataset.ready")
-
-
-def until(browser, condition: str) -> None:
-    for _ in range(3000):
-        if browser.js(condition):
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"{condition} does not come true: {browser.errors}")
-
-
-def check(browser, path: pathlib.Path) -> None:
-    assert browser.errors == []
-    assert {url.partition("#")[0] for url in browser.requests if not url.startswith(("about:", "data:"))} == {
-        path.as_uri()
-    }
-    assert browser.js("document.documentElement.scrollWidth <= innerWidth")
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> pathlib.Path:
     path = tmp_path_factory.mktemp("page") / "small.html"
@@ -86,10 +68,32 @@ def large(tmp_path_factory) -> pathlib.Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> pathlib.Path:
+    """The page that `convert --report` writes, of a chain of 1,000 nodes."""
+    lines, value = [], "x"
+    for k in range(200):
+        v = [f"v{k}_{i}" for i in range(5)]
+        steps = [f"MatMul({value}, w)", f"Add({v[0]}, b)", f"Softmax({v[1]})", f"Relu({v[2]})", f"Add({v[3]}, {value})"]
+        for i, step in enumerate(steps):
+            lines.append(f'["/layer.{k}/{step.partition("(")[0]}_{i}"] {v[i]} = {step}')
+        value = v[4]
+    lines.append(f"y = Identity({value})")
+    text = (
+        f"""<ir_version: 9, opset_import: ["": 17]> chain (float[n, 8] x) => (float[n, 8] y) {{ {" ".join(lines)} }}"""
+    )
+    model = onnx.parser.parse_model(text)
+    for name, value in (("w", np.eye(8, dtype=np.float32)), ("b", np.ones(8, np.float32))):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    path = tmp_path_factory.mktemp("page") / "converted.html"
+    path.write_text(conversion_page(model, onnxamp.convert(model)), encoding="utf-8")
+    return path
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_small_page(browser, small: pathlib.Path, width: int, dark: bool) -> None:
-    ready(browser, small, width=width, dark=dark)
+    browser.ready(small, width=width, dark=dark)
     assert browser.js("document.querySelectorAll('g.item').length") == 10
     assert browser.js("document.title") == "Small"
     background = browser.js("getComputedStyle(document.body).backgroundColor")
@@ -97,11 +101,11 @@ def test_a_small_page(browser, small: pathlib.Path, width: int, dark: bool) -> N
     browser.click("#theme")
     assert browser.js("getComputedStyle(document.body).backgroundColor") != background
     browser.click("#theme")
-    check(browser, small)
+    browser.check(small)
 
 
 def test_open_a_body_and_the_panel(browser, small: pathlib.Path) -> None:
-    ready(browser, small)
+    browser.ready(small)
     before = browser.js("document.querySelectorAll('g.item').length")
     browser.click('g[data-id="if"]')
     assert browser.js("document.querySelectorAll('g.item').length") == before + 3
@@ -114,11 +118,11 @@ def test_open_a_body_and_the_panel(browser, small: pathlib.Path) -> None:
     browser.click('g[data-id="if"]')
     assert browser.js("document.querySelectorAll('g.item').length") == before
     assert browser.js("document.title") == "Small"
-    check(browser, small)
+    browser.check(small)
 
 
 def test_search_and_keys(browser, small: pathlib.Path) -> None:
-    ready(browser, small)
+    browser.ready(small)
     browser.js("document.querySelector('.pane').focus()")
     browser.key("/")
     browser.type("layer/-2")
@@ -131,29 +135,29 @@ def test_search_and_keys(browser, small: pathlib.Path) -> None:
     assert browser.js("document.querySelector('.current').dataset.id") == "cast/7"
     browser.key("Escape")
     assert browser.js("getComputedStyle(document.querySelector('.side')).display") == "none"
-    check(browser, small)
+    browser.check(small)
 
 
 def test_a_fragment_opens_its_node(browser, small: pathlib.Path) -> None:
-    ready(browser, small, at="layer%2F-3%2Fnode")
+    browser.ready(small, at="layer%2F-3%2Fnode")
     assert browser.js("document.querySelector('.current').dataset.id") == "layer/-3/node"
     browser.click("td a")
-    until(browser, "document.querySelector('.current').dataset.id == 'layer/9/node'")
-    check(browser, small)
+    browser.until("document.querySelector('.current').dataset.id == 'layer/9/node'")
+    browser.check(small)
 
 
 def test_tables_sort(browser, small: pathlib.Path) -> None:
-    ready(browser, small)
+    browser.ready(small)
     column = "[...document.querySelectorAll('tbody tr')].map((r) => r.cells[1].textContent).join()"
     browser.click("th:nth-child(2)")
     assert browser.js(column) == "1,2,10"
     browser.click("th:nth-child(2)")
     assert browser.js(column) == "10,2,1"
-    check(browser, small)
+    browser.check(small)
 
 
 def test_plots_show_numbers(browser, small: pathlib.Path) -> None:
-    ready(browser, small)
+    browser.ready(small)
     browser.js("document.querySelector('.plotbox').scrollIntoView({block: 'center'})")
     x, y = browser.js(
         "(() => { const r = document.querySelector('.plot').getBoundingClientRect(); return [r.right - 20, r.y + 50]; })()"
@@ -161,11 +165,11 @@ def test_plots_show_numbers(browser, small: pathlib.Path) -> None:
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     assert browser.js("document.querySelector('.tip').textContent") == f"step 4{HOSTILE}: 1"
     assert browser.js("document.title") == "Small"
-    check(browser, small)
+    browser.check(small)
 
 
 def test_a_large_page(browser, large: pathlib.Path) -> None:
-    ready(browser, large, at="layer%2F19999%2Fnode")
+    browser.ready(large, at="layer%2F19999%2Fnode")
     assert browser.js("document.querySelector('.current').dataset.id") == "layer/19999/node"
     shown = browser.js("document.querySelectorAll('g.item').length")
     assert shown < 1000
@@ -176,11 +180,16 @@ def test_a_large_page(browser, large: pathlib.Path) -> None:
     assert browser.js("document.querySelectorAll('g.item').length") > shown
     browser.js("document.querySelectorAll('.toolbar button')[3].click()")
     assert browser.js("document.querySelectorAll('g.item').length") <= 160
-    check(browser, large)
+    browser.check(large)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_of_a_conversion(browser, converted: pathlib.Path, dark: bool) -> None:
+    browser.walk_through(converted, "/layer.199/Softmax_2", dark=dark)
 
 
 def test_printing(browser, small: pathlib.Path) -> None:
-    ready(browser, small)
+    browser.ready(small)
     browser.call("Emulation.setEmulatedMedia", media="print")
     assert browser.js("getComputedStyle(document.querySelector('.toolbar')).display") == "none"
     assert browser.js("getComputedStyle(document.querySelector('.graphbody')).maxHeight") == "none"

@@ -195,10 +195,25 @@ def test_edges_of_folded_boxes_are_joined() -> None:
     data = view_data(GraphView("g", graph))["graph"]
     fold, exp = data["items"]
     assert fold["fold"] == 5
-    assert len(fold["level"]["edges"]) == 4
+    leave = len(fold["level"]["items"]) + 1
+    assert [edge[:2] for edge in fold["level"]["edges"]] == [[0, 1], [1, 2], [2, 3], [3, 4], [4, leave]]
+    assert [k for row in fold["level"]["rows"] for k in row] == [0, 1, 2, 3, 4, leave]  # nothing enters
     ((source, target, _, precision, route),) = data["edges"]
     assert (source, target, precision, route) == (0, 1, "fp32", [])
     assert exp["name"] == "x"
+
+
+def test_edges_into_a_fold_start_at_its_border() -> None:
+    """Two values of one box outside enter as two edges, and one that passes two folds enters each that reads it."""
+    ends = Box("a", "Exp", "a", status="added"), Box("z", "Exp", "z", status="added")
+    inner = [Box(f"n{k}", "Add", f"n{k}", status="retyped") for k in range(4)]
+    graph = Graph(
+        [ends[0], *inner, ends[1]], [(0, 1, "a", "fp32"), (0, 4, "b", "fp16"), (1, 2, "v", ""), (3, 5, "w", "")]
+    )
+    level = view_data(GraphView("g", graph))["graph"]["items"][1]["level"]
+    assert sorted(edge[:2] for edge in level["edges"]) == [[0, 1], [2, 5], [4, 0], [4, 3]]
+    assert level["rows"][0][0] == 4
+    assert {edge[3] for edge in level["edges"] if edge[0] == 4} == {"fp32", "fp16"}
 
 
 @pytest.mark.parametrize(
