@@ -25,6 +25,7 @@ from onnxamp.passes.annotate import AnnotatePass, converted_with, recorded_plan,
 from onnxamp.passes.casts import InsertCastsPass
 from onnxamp.passes.constants import ConvertConstantsPass, constant_tensor, float_constants
 from onnxamp.passes.retype import RetypePass
+from onnxamp.passes.unfuse import UnfusePass
 from onnxamp.policy import codes
 from onnxamp.policy.operators import Kind, operator
 from onnxamp.policy.plan import Options, Plan, make_plan
@@ -291,7 +292,7 @@ def _rewrite(model: ir.Model, options: Options, ranges: Mapping[str, float] | No
     graph = type_graph(model)
     before = sum(constant_tensor(value).nbytes for value in graph.constants)
     plan = make_plan(graph, options, ranges)
-    for rewrite in (RetypePass, ConvertConstantsPass, InsertCastsPass, AnnotatePass):
+    for rewrite in (RetypePass, ConvertConstantsPass, UnfusePass, InsertCastsPass, AnnotatePass):
         rewrite(plan)(model)
     summary = _summarize(model, plan, before)
     model.metadata_props[_SUMMARY] = summary.to_json()

@@ -17,7 +17,11 @@ class Names:
 
     def value(self, base: str, dtype: ir.DataType) -> str:
         """A name for the copy of value `base` in another precision: ``x__fp16``, or ``x__fp16_2`` if that is taken."""
-        return _unique(f"{base}__{BY_IR[dtype].name}", self._values)
+        return self.copy(base, BY_IR[dtype].name)
+
+    def copy(self, base: str, suffix: str) -> str:
+        """A name for another copy of value `base`: ``x__suffix``, or ``x__suffix_2`` if that is taken."""
+        return _unique(f"{base}__{suffix}", self._values)
 
     def node(self, name: str) -> str:
         """A name for a new node: `name` itself unless it is taken."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from onnxamp.model.signatures import operator_name
-from onnxamp.model.units import Unit
+from onnxamp.model.units import Read, Unit
 from onnxamp.policy import codes
 from onnxamp.policy.decision import Decision
 from onnxamp.policy.facts import Facts
@@ -18,22 +18,35 @@ _FREE = frozenset(
 )
 
 
-def join_affine(facts: Facts, decisions: dict[Unit, Decision]) -> None:
+def join_affine(facts: Facts, decisions: dict[Unit, Decision]) -> tuple[Read, ...]:
     """Give scale and bias the precision of the value that is normalized, where both have the other one.
 
     ONNX Runtime makes one LayerNormalization of ``Cast → (x − μ) / √(σ² + ε) → Cast → · scale → + bias``. It leaves the Casts out, so
     that x as it was before them and both constants must be of one type; if they are not, the model does not load. (It does not fuse
-    scale and bias of two types.)
+    scale and bias of two types.) Where the user, a rule or a missing kernel forbids that, the reads of the biases are returned, for
+    `passes.unfuse` to keep the fusion off.
     """
     graph = facts.graph
+    apart: list[Read] = []
     for data, affine in _affines(facts):
         writer = graph.writer.get(data)
         units = [unit for node in affine for unit in graph.of[node]]
         if writer is None or len(units) != len(affine):
             continue
         kind = decisions[writer].precision
-        if all(decisions[unit].precision != kind and decisions[unit].code in _FREE for unit in units):
+        if any(decisions[unit].precision == kind for unit in units):
+            continue
+        if all(decisions[unit].code in _FREE for unit in units):
             decisions.update(dict.fromkeys(units, Decision(kind, codes.AFFINE, {"normalizes": data.name})))
+        elif _is_alone(facts, data, kind, decisions):
+            apart.extend(read for read in units[-1].reads if read.value in facts.constants)
+    return tuple(apart)
+
+
+def _is_alone(facts: Facts, data: ir.Value, kind: str, decisions: dict[Unit, Decision]) -> bool:
+    """Whether only the normalization reads the Cast of `data`: else ONNX Runtime leaves the Cast where it is, and all types agree."""
+    cast = [unit for unit in facts.graph.readers[data] if decisions[unit].precision != kind]
+    return all(unit.node is not None and operator_name(unit.node) in ("ReduceMean", "Sub") for unit in cast)
 
 
 def _affines(facts: Facts) -> Iterator[tuple[ir.Value, tuple[ir.Node, ir.Node]]]:

@@ -93,6 +93,7 @@ class Plan:
         traffic: Modelled bytes.
         dims: The sizes that the traffic model took for unknown dimensions, by name.
         ranges: The largest sizes of values by name that were given.
+        apart: Reads of biases behind a layer normalization that ONNX Runtime must not fuse with it (see `passes.unfuse`).
     """
 
     graph: TypeGraph
@@ -102,6 +103,7 @@ class Plan:
     traffic: Bytes = Bytes(0, 0, 0)
     dims: dict[str, int] = dataclasses.field(default_factory=dict)
     ranges: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    apart: tuple[Read, ...] = ()
 
     @functools.cached_property
     def nodes(self) -> dict[ir.Node, NodeDecision]:
@@ -183,7 +185,7 @@ def make_plan(graph: TypeGraph, options: Options, ranges: Mapping[str, float] | 
         dissolved = Decision("fp32", codes.DISSOLVED)
         for group in dissolve(graph, groups, low, {unit for unit in forced if decisions[unit].precision != "fp32"}):
             decisions.update(dict.fromkeys(groups.members[group], dissolved))
-    join_affine(facts, decisions)
+    apart = join_affine(facts, decisions)
     ordered = {unit: decisions[unit] for unit in graph.units}
     return Plan(
         graph,
@@ -193,6 +195,7 @@ def make_plan(graph: TypeGraph, options: Options, ranges: Mapping[str, float] | 
         Bytes(model.bytes(lambda unit: unit.dtype), before, _bytes(model, options, ordered)),
         model.dims,
         ranges or {},
+        apart,
     )
 
 
