@@ -22,7 +22,10 @@ import click
 )
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file.")
-@click.option("--data", help="Inputs (.npz file or folder, or 'synthetic'): measure each matched value's error.")
+@click.option(
+    "--data",
+    help="Inputs (.npz file or folder, or 'synthetic'): measure the error of each matched value of the main graph.",
+)
 @click.option("--only", type=click.Choice(["casts", "islands", "constants", "nodes"]), help="Show one part.")
 @click.option("--all", "everything", is_flag=True, help="List every row; text shows 30 of each table else.")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the models differ.")
@@ -43,6 +46,7 @@ def command(
     import json
     from pathlib import Path
 
+    from onnxamp import console
     from onnxamp.commands._options import check_outputs, write_text
     from onnxamp.comparison.compare import Comparison
     from onnxamp.errors import UsageError
@@ -57,12 +61,14 @@ def command(
         raise UsageError("--only does not apply to a page, which shows all parts.")
     check_outputs([output] if output else [], [], force, [a, b, data])
 
-    comparison = Comparison(a, b)
-    result = comparison.result()
+    with console.progress("comparing"):
+        comparison = Comparison(a, b)
+        result = comparison.result()
     if data is not None:
         from onnxamp.comparison.measure import measured
 
-        result = measured(comparison, result, data)
+        with console.progress("measuring") as step:
+            result = measured(comparison, result, data, step=step)
     if kind == "html":
         from onnxamp.comparison.view import page_of
 

@@ -36,7 +36,7 @@ def _types(name: str, node: ir.Node, other: ir.Node) -> tuple[ir.DataType, ir.Da
     if name in TYPE_ATTRIBUTES or (node.op_type == "ConstantOfShape" and name == "value"):
         pair = node.outputs[0].dtype, other.outputs[0].dtype
         if pair[0] in BY_IR and pair[1] in BY_IR and pair[0] != pair[1]:
-            return pair  # type: ignore[return-value]
+            return pair  # type: ignore[return-value]  # neither is None: both are in BY_IR
     return None
 
 
@@ -65,7 +65,7 @@ def edits(node: ir.Node, other: ir.Node) -> list[tuple[str, str, str]]:
         if one is None or two is None:
             if _types(name, node, other) and _default(one or two):
                 continue
-            if not (one or two).type.name.startswith("GRAPH"):  # type: ignore[union-attr]
+            if not (one or two).type.name.startswith("GRAPH"):  # type: ignore[union-attr]  # one of them is there
                 rows.append((f"attribute {name}", text(one), text(two)))
             else:
                 rows.append((f"attribute {name}", "graph" if one else "", "graph" if two else ""))

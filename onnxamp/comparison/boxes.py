@@ -203,7 +203,7 @@ class Builder:
             if own:
                 pair = self.a.at(theirs[label]) if label in theirs else None, self.b.at(body)
             else:
-                pair = self.a.at(body), None  # type: ignore[assignment]
+                pair = self.a.at(body), None  # type: ignore[assignment]  # the other order of None
             inner.append((label, self.graph(*pair)))
         return Box(
             id=name,

@@ -28,7 +28,7 @@ def align(a: ir.Model, b: ir.Model) -> list[ModelChange]:
             texts = f"{len(model.functions[key])} nodes", "inlined"
             found.append(ModelChange(f"function {'::'.join(filter(None, key))}", *(texts if before else texts[::-1])))
         try:
-            InlinePass(lambda function, wanted=wanted: function.identifier() in wanted)(model)  # type: ignore[misc]
+            InlinePass(lambda function, wanted=wanted: function.identifier() in wanted)(model)  # type: ignore[misc]  # mypy cannot infer a lambda with a default
         except (ir.passes.PassError, RuntimeError, ValueError):
             return []  # what cannot be inlined is compared as it is
     return found

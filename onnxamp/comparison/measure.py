@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -61,16 +61,24 @@ class _Sums:
         return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
 
 
-def measured(comparison: Comparison, result: GraphDiff, data: Data | None, count: int = 4) -> GraphDiff:
+def measured(
+    comparison: Comparison,
+    result: GraphDiff,
+    data: Data | None,
+    count: int = 4,
+    step: Callable[[], object] = lambda: None,
+) -> GraphDiff:
     """`result` with the numbers.
 
-    Values of the main graphs are measured that are fp32, fp16 or bf16 in both models.
+    Values of the main graphs are measured that are fp32, fp16 or bf16 in both models; what an If, Loop, Scan or function
+    holds inside runs too, and shows in what it gives.
 
     Args:
         comparison: The two models; data are for the first one's inputs.
         result: Its diff.
         data: Samples as `onnxamp.evidence.inputs.samples` takes them, or None or ``"synthetic"`` to make them up.
         count: How many samples to make up.
+        step: Called after each run of both models, `AT_ONCE` values of one sample.
 
     Raises:
         DataError: The data do not fit the first model, or a model does not run on them.
@@ -100,6 +108,7 @@ def measured(comparison: Comparison, result: GraphDiff, data: Data | None, count
                 want, got = np.asarray(left[mine]), np.asarray(right[other])
                 if want.shape == got.shape:  # another shape follows from values that already differ
                     total.add(want, got, limit)
+            step()
         done += 1
     values = tuple(_record(b, pair, total) for pair, total in zip(pairs, sums, strict=True) if total.elements)
     first = next((v.name for v in values if v.nonfinite or (v.snr is not None and v.snr < DIVERGED_DB)), "")

@@ -62,7 +62,7 @@ def hashes(side: Side, scope: Scope, common: Set[str]) -> tuple[Hashes, Hashes]:
         results = []
         for value in node.outputs:
             readers = [
-                (own[reader][0], slot, below[reader]) if reader in below else "inner"  # type: ignore[index]
+                (own[reader][0], slot, below[reader]) if reader in below else "inner"  # type: ignore[index]  # a Hashable, but always a tuple
                 for reader, slot in side.readers.get(value, ())
             ]
             results.append((tuple(sorted(map(hash, readers))), tuple(map(str, leaving.get(value, ())))))

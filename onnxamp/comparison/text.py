@@ -247,7 +247,10 @@ def _numbers(numbers: Numbers) -> Part:
         )
         for v in worst_first
     ]
-    note = f"{plural(numbers.samples, 'sample')} of {numbers.data}, both models under strict emulation. "
+    note = (
+        f"Values of the main graph (not inside If, Loop, Scan and functions), {plural(numbers.samples, 'sample')} of {numbers.data}, "
+        "both models under strict emulation. "
+    )
     if numbers.first_divergence:
         note += f"The first to diverge (below {numbers.diverged:g} dB, or not finite) is {numbers.first_divergence}."
     else:
