@@ -47,6 +47,8 @@ def mapped(tensor: ir.TensorProtocol, function: Callable[[np.ndarray], T]) -> It
         for piece in pieces:
             yield function(piece())
         return
+    # Memory of a size that was freed once, glibc keeps for the next block, where else it would give it back and fetch it page by page.
+    np.empty(32 * BLOCK_BYTES, np.uint8)
     ahead: collections.deque[concurrent.futures.Future[T]] = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         for piece in pieces:
