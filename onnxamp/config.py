@@ -71,7 +71,7 @@ def _table(values: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
 
 def _key(name: str) -> str:
     bare = name.isascii() and name.replace("-", "").replace("_", "").isalnum()
-    return name if bare else _string(name)
+    return name if bare else toml_string(name)
 
 
 def _value(value: object) -> str:
@@ -82,12 +82,12 @@ def _value(value: object) -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, str | os.PathLike):
-        return _string(os.fspath(value))
+        return toml_string(os.fspath(value))
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
     raise TypeError(f"a {type(value).__name__} has no place in TOML")
 
 
-def _string(text: str) -> str:
+def toml_string(text: str) -> str:
     """A basic string: JSON's escapes are TOML's, but for DEL, which TOML wants escaped too."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

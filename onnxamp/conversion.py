@@ -17,13 +17,14 @@ import onnx_ir as ir
 from onnxamp.dtypes import BY_NAME, FP32
 from onnxamp.errors import ModelError
 from onnxamp.model import io, types
+from onnxamp.model.constants import constant_bytes
 from onnxamp.model.metadata import noted
 from onnxamp.model.preparation import prepare
 from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import all_nodes, all_values, type_graph
 from onnxamp.passes.annotate import AnnotatePass, converted_with, recorded_plan, refuse_other_options
 from onnxamp.passes.casts import InsertCastsPass
-from onnxamp.passes.constants import ConvertConstantsPass, constant_tensor, float_constants
+from onnxamp.passes.constants import ConvertConstantsPass, float_constants
 from onnxamp.passes.retype import RetypePass
 from onnxamp.passes.unfuse import UnfusePass
 from onnxamp.policy import codes
@@ -290,7 +291,7 @@ def _convert(
 
 def _rewrite(model: ir.Model, options: Options, ranges: Mapping[str, float] | None) -> tuple[Plan, Summary]:
     graph = type_graph(model)
-    before = sum(constant_tensor(value).nbytes for value in graph.constants)
+    before = sum(map(constant_bytes, graph.constants))
     plan = make_plan(graph, options, ranges)
     for rewrite in (RetypePass, ConvertConstantsPass, UnfusePass, InsertCastsPass, AnnotatePass):
         rewrite(plan)(model)
@@ -336,7 +337,7 @@ def _summarize(model: ir.Model, plan: Plan, before: int) -> Summary:
         heavy=(sum(precision != FP32.name for precision in heavy), len(heavy)),
         casts={direction: casts[direction] for direction in ("low", "fp32")},
         islands=dict(sorted(islands.items(), key=lambda item: (-item[1], item[0]))),
-        weights=(before, sum(constant_tensor(value).nbytes for value in float_constants(model.graph))),
+        weights=(before, sum(map(constant_bytes, float_constants(model.graph)))),
         changed=changed,
         traffic=dataclasses.asdict(plan.traffic),
         dims={name: size for name, size in plan.dims.items() if not _ANONYMOUS.fullmatch(name)},

@@ -8,8 +8,7 @@ import onnx_ir as ir
 from onnxamp.comparison import constants
 from onnxamp.comparison.side import type_name
 from onnxamp.dtypes import BY_IR
-
-TYPE_ATTRIBUTES = frozenset(("to", "dtype", "output_dtype", "output_datatype", "stash_type", "softmax_precision"))
+from onnxamp.model.signatures import TYPE_ATTRIBUTES
 
 
 def retyped_slots(node: ir.Node, other: ir.Node) -> tuple[tuple[str, str, str], ...]:

@@ -9,11 +9,11 @@ import hashlib
 import itertools
 from collections.abc import Hashable, Iterator, Mapping
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxamp.comparison.records import NodeRef
 from onnxamp.dtypes import BY_IR, LOW
+from onnxamp.model.constants import constant_tensor
 from onnxamp.model.dimensions import Sizes
 from onnxamp.model.tensors import cast_target
 from onnxamp.model.units import SHAPE_ONLY
@@ -33,24 +33,6 @@ class Scope:
     graph: Body
     nodes: list[ir.Node]
     constants: list[ir.Value]
-
-
-def constant_tensor(node: ir.Node) -> ir.TensorProtocol | None:
-    """The value of a Constant node; None if it has a form that is not plain data (sparse, or a function's parameter)."""
-    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or len(node.attributes) != 1:
-        return None
-    (attribute,) = node.attributes.values()
-    if attribute.is_ref():
-        return None
-    value = attribute.value
-    if attribute.type == ir.AttributeType.TENSOR:
-        tensor: ir.TensorProtocol = value
-        return tensor
-    if attribute.type in (ir.AttributeType.FLOAT, ir.AttributeType.FLOATS):
-        return ir.tensor(np.asarray(value, np.float32))
-    if attribute.type in (ir.AttributeType.INT, ir.AttributeType.INTS):
-        return ir.tensor(np.asarray(value, np.int64))
-    return None
 
 
 def bodies(node: ir.Node) -> Iterator[tuple[str, ir.Graph]]:
@@ -133,7 +115,7 @@ class Side:
                         scope.constants.append(value)
             found: list[tuple[str, Body]] = []
             for node in self._in_file_order(graph):
-                tensor = constant_tensor(node)
+                tensor = constant_tensor(node.outputs[0])
                 if tensor is not None:
                     self.constants[node.outputs[0]] = tensor
                     scope.constants.append(node.outputs[0])

@@ -9,6 +9,7 @@ import os
 import pathlib
 from collections.abc import Mapping
 
+from onnxamp import files
 from onnxamp.errors import RuntimeMissingError
 from onnxamp.evidence.evaluation import Evaluation
 from onnxamp.evidence.metrics import Difference
@@ -57,10 +58,8 @@ class Journal:
         lines = [self._head]
         lines += [json.dumps({"policy": key, **dataclasses.asdict(found)}) for key, found in self._known.items()]
         try:
-            # Whole and renamed into place: also the first line of a journal that is begun anew.
-            part = self._path.with_name(self._path.name + ".part")
-            part.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            part.replace(self._path)
+            # Whole: also the first line of a journal that is begun anew.
+            files.write(self._path, ("\n".join(lines) + "\n").encode())
         except OSError as problem:
             raise RuntimeMissingError(f"{self._path} cannot be written: {problem.strerror}.") from problem
 

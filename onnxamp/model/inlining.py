@@ -6,6 +6,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from onnxamp.errors import UnsupportedError
+from onnxamp.model.naming import unique
 from onnxamp.model.signatures import signature
 from onnxamp.model.units import all_nodes, bodies, is_float
 
@@ -79,14 +80,11 @@ def _rename_shadows(graph: ir.Graph, outer: frozenset[str], everything: set[str]
     """Rename what an inlined body and a graph inside or around it both define; the inner one gives way."""
     own: set[str] = set()
     for value in _defined(graph):
-        name, count = value.name, 1
+        name = value.name
         if not name:
             continue
         if name in outer:
-            while name in everything:
-                count += 1
-                name = f"{value.name}_{count}"
-            everything.add(name)
+            name = unique(name, everything)
             value.name = name
         own.add(name)
     visible = outer | own

@@ -52,6 +52,9 @@ class Signature:
         return TENSOR[dtype] in self.types.get(variable, {variable})
 
 
+# Attributes that name an element type; where one may be 0, that says nothing.
+TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "output_datatype", "stash_type", "softmax_precision"})
+
 TENSOR = {
     ir.DataType.FLOAT: "tensor(float)",
     ir.DataType.FLOAT16: "tensor(float16)",

@@ -14,6 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxamp.errors import ModelError, UnsupportedError
+from onnxamp.model.signatures import TYPE_ATTRIBUTES
 from onnxamp.model.tensors import byte_count
 
 _ATTRIBUTE = onnx.AttributeProto
@@ -37,8 +38,8 @@ _HELD = {
     _ATTRIBUTE.TYPE_PROTO: "tp",
 }
 _MANY = 1 << 20
-# Attributes that name an element type (stash_type and the like may be 0).
-_TYPES = frozenset({"to", "dtype", "output_datatype"})
+# Attributes that must name an element type; in the others 0 says nothing.
+_TYPES = TYPE_ATTRIBUTES - {"output_dtype", "stash_type", "softmax_precision"}
 _DTYPES = frozenset(int(kind) for kind in ir.DataType if kind != ir.DataType.UNDEFINED)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import onnx
 
 _LOW = frozenset({onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
-# Attributes that name the element type of a result.
-_TYPES = frozenset({"to", "dtype", "output_dtype", "softmax_precision", "stash_type"})
+# As `model.signatures.TYPE_ATTRIBUTES`, which would bring onnx-ir into the worker.
+_TYPES = frozenset({"to", "dtype", "output_dtype", "output_datatype", "stash_type", "softmax_precision"})
 
 
 def has_low(source: str | bytes) -> bool:

@@ -7,11 +7,10 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxamp.dtypes import BY_IR, BY_NAME, FloatType
-from onnxamp.errors import InternalError
+from onnxamp.model.constants import constant_tensor
 from onnxamp.model.signatures import operator_name
 from onnxamp.model.tensors import ConvertedTensor
 from onnxamp.model.units import Read, is_float
@@ -104,22 +103,6 @@ def note(value: ir.Value, source: str, change: dict[str, object]) -> None:
     value.metadata_props["onnxamp.change"] = json.dumps(change, sort_keys=True)
 
 
-def constant_tensor(value: ir.Value) -> ir.TensorProtocol:
-    """The data of an initializer or Constant node, whatever attribute holds them."""
-    node = value.producer()
-    if node is None:
-        assert value.const_value is not None
-        return value.const_value
-    for name, attribute in node.attributes.items():
-        if name == "value":
-            return attribute.as_tensor()
-        if name == "value_float":
-            return ir.Tensor(np.asarray(attribute.as_float(), np.float32))
-        if name == "value_floats":
-            return ir.Tensor(np.asarray(attribute.as_floats(), np.float32))
-    raise InternalError(f"Constant node {node.name!r} has no float value.")
-
-
 def float_constants(graph: ir.Graph) -> Iterator[ir.Value]:
     """The float constants of `graph` and its bodies."""
     for inner in (graph, *graph.subgraphs()):
@@ -131,12 +114,18 @@ def float_constants(graph: ir.Graph) -> Iterator[ir.Value]:
 
 def convert_constant(value: ir.Value, kind: FloatType, limit: float | None = None) -> None:
     """Convert a constant in place."""
-    tensor = ConvertedTensor(constant_tensor(value), kind, limit)
+    tensor = ConvertedTensor(_data(value), kind, limit)
     retype(value, kind.ir)
     if value.producer() is None:
         value.const_value = tensor
     else:
         _set_value(value.producer(), tensor)
+
+
+def _data(value: ir.Value) -> ir.TensorProtocol:
+    tensor = constant_tensor(value)
+    assert tensor is not None, value.name
+    return tensor
 
 
 def _set_value(node: ir.Node | None, tensor: ir.TensorProtocol) -> None:
@@ -149,7 +138,7 @@ def _set_value(node: ir.Node | None, tensor: ir.TensorProtocol) -> None:
 def _copy(value: ir.Value, kind: FloatType, limit: float | None, names: Names) -> ir.Value:
     assert value.name is not None
     name = names.value(value.name, kind.ir)
-    tensor = ConvertedTensor(constant_tensor(value), kind, limit)
+    tensor = ConvertedTensor(_data(value), kind, limit)
     graph = value.graph
     assert graph is not None
     node = value.producer()

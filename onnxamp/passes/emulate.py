@@ -28,8 +28,9 @@ import onnx_ir as ir
 from onnxamp.dtypes import LOW
 from onnxamp.errors import UnsupportedError
 from onnxamp.model import io
+from onnxamp.model.naming import unique
 from onnxamp.model.preparation import prepare
-from onnxamp.model.signatures import operator_name, signature
+from onnxamp.model.signatures import TYPE_ATTRIBUTES, operator_name, signature
 from onnxamp.model.tensors import cast_attribute
 from onnxamp.model.units import all_values
 
@@ -43,7 +44,6 @@ _MOVES = """
 """
 MOVES = frozenset(_MOVES.split())
 # Attributes that name an element type of a result or of the arithmetic inside. Cast's own `to` is the rounding and stays.
-_TYPE_ATTRIBUTES = ("dtype", "output_dtype", "output_datatype", "stash_type", "softmax_precision")
 
 
 def emulate(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Model:
@@ -183,7 +183,12 @@ class _Emulation:
                 continue
             if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in LOW:
                 node.attributes[name] = ir.AttrTensor(name, _widened_tensor(attribute.value))
-            elif name in _TYPE_ATTRIBUTES and attribute.type == ir.AttributeType.INT and attribute.value in LOW:
+            elif (
+                name in TYPE_ATTRIBUTES
+                and name != "to"
+                and attribute.type == ir.AttributeType.INT
+                and attribute.value in LOW
+            ):
                 node.attributes[name] = ir.AttrInt64(name, int(ir.DataType.FLOAT))
             elif attribute.type == ir.AttributeType.TYPE_PROTO:
                 node.attributes[name] = ir.Attr(
@@ -209,9 +214,7 @@ class _Emulation:
 
     def unique(self, name: str) -> str:
         """`name`, with a number behind it if it is taken."""
-        free = _free(name, self.names)
-        self.names.add(free)
-        return free
+        return unique(name, self.names)
 
     def rename(self, value: ir.Value, name: str) -> None:
         """Give `value` another name and free its own."""
@@ -225,9 +228,7 @@ class _Emulation:
 
     def node_name(self, name: str) -> str:
         """`name`, with a number behind it if a node has it."""
-        free = _free(name, self.node_names)
-        self.node_names.add(free)
-        return free
+        return unique(name, self.node_names)
 
     # -- interface --------------------------------------------------------------------------------------------------
 
@@ -301,13 +302,6 @@ def moves_data(node: ir.Node) -> bool:
         reduction = node.attributes.get("reduction")
         return reduction is None or reduction.value in ("none", "max", "min")
     return True
-
-
-def _free(name: str, taken: set[str] | set[str | None]) -> str:
-    """`name`, or the first of ``name_1``, ``name_2``... that is not taken."""
-    if name not in taken:
-        return name
-    return next(other for i in itertools.count(1) if (other := f"{name}_{i}") not in taken)
 
 
 def _redirect(value: ir.Value, to: ir.Value, *, except_for: ir.Node | None = None, outputs: bool = True) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxamp.dtypes import BY_IR
+from onnxamp.model.naming import unique
 from onnxamp.model.units import all_nodes, all_values
 
 
@@ -21,17 +22,8 @@ class Names:
 
     def copy(self, base: str, suffix: str) -> str:
         """A name for another copy of value `base`: ``x__suffix``, or ``x__suffix_2`` if that is taken."""
-        return _unique(f"{base}__{suffix}", self._values)
+        return unique(f"{base}__{suffix}", self._values)
 
     def node(self, name: str) -> str:
         """A name for a new node: `name` itself unless it is taken."""
-        return _unique(name, self._nodes)
-
-
-def _unique(base: str, taken: set[str | None]) -> str:
-    name, count = base, 1
-    while name in taken:
-        count += 1
-        name = f"{base}_{count}"
-    taken.add(name)
-    return name
+        return unique(name, self._nodes)

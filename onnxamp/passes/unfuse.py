@@ -5,8 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxamp.errors import UnsupportedError
+from onnxamp.model.constants import constant_tensor
 from onnxamp.model.units import Read
-from onnxamp.passes.constants import constant_tensor
 from onnxamp.passes.names import Names
 from onnxamp.policy.plan import Plan
 
@@ -34,6 +34,7 @@ class UnfusePass(ir.passes.InPlacePass):
             bias = read.site.inputs[read.index]
             assert bias is not None
             tensor = constant_tensor(bias)
+            assert tensor is not None
             if len(tensor.shape) == 1:
                 self._refuse_vectors(read)
                 row = _row(bias, tensor, names)

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.dtypes import FloatType
+from onnxamp.model.constants import constant_tensor
 from onnxamp.model.signatures import operator_name
 from onnxamp.model.tensors import mapped
 from onnxamp.model.units import TypeGraph, Unit
@@ -165,20 +166,6 @@ class Facts:
 SINGLE_MOVES = frozenset(
     {"Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand", "Slice", "Gather"}
 )
-
-
-def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
-    """The data of an initializer or of a Constant node's result."""
-    node = value.producer()
-    if node is None:
-        return value.const_value if value.is_initializer() else None
-    if operator_name(node) != "Constant":
-        return None
-    attribute = node.attributes.get("value")
-    if attribute is not None and not attribute.is_ref():
-        tensor: ir.TensorProtocol = attribute.value
-        return tensor
-    return ir.convenience.get_const_tensor(value)
 
 
 def extent(tensor: ir.TensorProtocol, low: FloatType) -> Extent:

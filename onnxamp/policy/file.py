@@ -11,7 +11,6 @@ place, ``if/then_branch/name``.
 from __future__ import annotations
 
 import collections
-import json
 import os
 from collections.abc import Iterable
 
@@ -64,17 +63,14 @@ def plan_text(plan: Plan) -> str:
                 )
             continue
         seen[name] = value
-        lines.append(f'{_key(name)} = "{value}"  # {node.op_type}: {decision.code} {title(decision.code)}')
+        lines.append(
+            f'{config.toml_string(name)} = "{value}"  # {node.op_type}: {decision.code} {title(decision.code)}'
+        )
     return "\n".join(lines) + "\n"
 
 
 def policy_text(pairs: Iterable[tuple[str, str]], comments: Iterable[str]) -> str:
     """A policy file of single (node or pattern, ``fp32`` or ``low``) pairs, in their order."""
     lines = [*(f"# {comment}" for comment in comments), "", "[nodes]"]
-    lines += [f'{_key(name)} = "{precision}"' for name, precision in pairs]
+    lines += [f'{config.toml_string(name)} = "{precision}"' for name, precision in pairs]
     return "\n".join(lines) + "\n"
-
-
-def _key(name: str) -> str:
-    """A name as a TOML key."""
-    return json.dumps(name, ensure_ascii=False).replace("\x7f", "\\u007f")

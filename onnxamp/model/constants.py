@@ -1,0 +1,41 @@
+"""What is constant in a graph: the data of initializers and of Constant nodes, whatever form they have."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxamp.model.signatures import operator_name
+
+_NUMBERS = {
+    ir.AttributeType.FLOAT: np.float32,
+    ir.AttributeType.FLOATS: np.float32,
+    ir.AttributeType.INT: np.int64,
+    ir.AttributeType.INTS: np.int64,
+}
+
+
+def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
+    """The data of an initializer or of a Constant node's result.
+
+    None for what is computed, and for what is no plain data: text, a sparse tensor, the parameter of a function.
+    """
+    node = value.producer()
+    if node is None:
+        return value.const_value if value.is_initializer() else None
+    if operator_name(node) != "Constant" or len(node.attributes) != 1:
+        return None
+    (attribute,) = node.attributes.values()
+    if attribute.is_ref():
+        return None
+    if attribute.type == ir.AttributeType.TENSOR:
+        return attribute.as_tensor()
+    if attribute.type in _NUMBERS:
+        return ir.Tensor(np.asarray(attribute.value, _NUMBERS[attribute.type]))
+    return None
+
+
+def constant_bytes(value: ir.Value) -> int:
+    """The bytes of a constant; 0 for what is none."""
+    tensor = constant_tensor(value)
+    return tensor.nbytes if tensor is not None else 0
