@@ -28,6 +28,7 @@ from onnxamp.passes.constants import ConvertConstantsPass, float_constants
 from onnxamp.passes.retype import RetypePass
 from onnxamp.passes.unfuse import UnfusePass
 from onnxamp.policy import codes
+from onnxamp.policy.file import read_policy
 from onnxamp.policy.operators import Kind, operator
 from onnxamp.policy.plan import Options, Plan, make_plan
 
@@ -174,40 +175,7 @@ def convert(
         ModelError: The model is damaged.
         UnsupportedError: No valid conversion exists; the node is named.
     """
-    options = options_of(
-        level=level,
-        dtype=dtype,
-        io=io,
-        target=target,
-        keep=keep,
-        keep_op=keep_op,
-        lower=lower,
-        lower_op=lower_op,
-        dim=dim,
-        policy=policy,
-    )
-    return convert_with(model, options, ranges)
-
-
-def options_of(
-    *,
-    level: str = "O2",
-    dtype: str = "fp16",
-    io: str | Iterable[str] = "keep",
-    target: str = "ort-cuda",
-    keep: Iterable[str] = (),
-    keep_op: Iterable[str] = (),
-    lower: Iterable[str] = (),
-    lower_op: Iterable[str] = (),
-    dim: Mapping[str, int] | None = None,
-    policy: str | os.PathLike[str] | None = None,
-) -> Options:
-    """The arguments of `convert` in one object.
-
-    Raises:
-        UsageError: They contradict each other.
-    """
-    return Options(
+    options = Options(
         level=level,
         dtype=dtype,
         io=io if isinstance(io, str) else tuple(io),
@@ -217,8 +185,9 @@ def options_of(
         lower=_patterns(lower),
         lower_op=_patterns(lower_op),
         dim=tuple(sorted((dim or {}).items())),
-        policy=_read_policy(policy),
+        policy=read_policy(policy) if policy is not None else (),
     )
+    return convert_with(model, options, ranges)
 
 
 def convert_with(
@@ -251,14 +220,6 @@ def _collector_paused() -> Iterator[None]:
 
 def _patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
-
-
-def _read_policy(policy: str | os.PathLike[str] | None) -> tuple[tuple[str, str], ...]:
-    if policy is None:
-        return ()
-    from onnxamp.policy.file import read_policy
-
-    return read_policy(policy)
 
 
 def _convert(

@@ -60,3 +60,10 @@ class InternalError(AmpError):
     """A defect of onnxamp itself."""
 
     exit_code = 70
+
+
+def cause(problem: BaseException) -> str:
+    """The innermost message of a chain of exceptions, on one line."""
+    while problem.__cause__ is not None:
+        problem = problem.__cause__
+    return " ".join(str(problem).split())[:300].rstrip(".")

@@ -86,7 +86,9 @@ def command(
     from onnxamp import console
     from onnxamp.commands import _auto
     from onnxamp.commands._options import check_outputs, sizes
-    from onnxamp.conversion import convert, options_of
+    from onnxamp.conversion import convert
+    from onnxamp.policy.file import read_policy
+    from onnxamp.policy.options import Options
 
     dims = sizes(dim)
     choices["io"] = choices["io"] or "keep"
@@ -104,7 +106,8 @@ def command(
         choices["ranges"] = calibration.ranges
     searched = None
     if auto:
-        options = options_of(dim=dims, **choices)
+        policy = read_policy(choices["policy"]) if choices["policy"] is not None else ()
+        options = Options(**{**choices, "dim": tuple(sorted(dims.items())), "policy": policy})
         searched = _auto.run(model, path, options, _auto.tolerance_of(tolerance), data, max_evals, dims)
         result = searched.result
     else:

@@ -16,7 +16,7 @@ from onnxamp.dtypes import BY_IR, LOW
 from onnxamp.model.constants import constant_tensor
 from onnxamp.model.dimensions import Sizes
 from onnxamp.model.tensors import cast_target
-from onnxamp.model.units import SHAPE_ONLY
+from onnxamp.model.units import SHAPE_ONLY, named_bodies
 
 Body = ir.Graph | ir.Function
 Operator = tuple[str, str, str]
@@ -37,15 +37,8 @@ class Scope:
 
 def bodies(node: ir.Node) -> Iterator[tuple[str, ir.Graph]]:
     """(attribute name, graph) of the bodies of a node, in the order of the names."""
-    for name in sorted(node.attributes):
-        attribute = node.attributes[name]
-        if attribute.is_ref():
-            continue
-        if attribute.type == ir.AttributeType.GRAPH:
-            yield name, attribute.as_graph()
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            for k, graph in enumerate(attribute.as_graphs()):
-                yield f"{name}[{k}]", graph
+    found = list(named_bodies(node))
+    yield from sorted(found, key=lambda one: one[0].partition("[")[0])
 
 
 def operator(node: ir.Node) -> Operator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
-from onnxamp.errors import UnsupportedError
+from onnxamp.errors import UnsupportedError, cause
 from onnxamp.model.naming import unique
 from onnxamp.model.signatures import signature
 from onnxamp.model.units import all_nodes, bodies, is_float
@@ -45,11 +45,8 @@ def inline_float_functions(model: ir.Model) -> bool:
     try:
         InlinePass(lambda function: function.identifier() in wanted)(model)
     except (ir.passes.InvariantError, ir.passes.PassError, RuntimeError, ValueError) as problem:
-        while problem.__cause__ is not None:
-            problem = problem.__cause__  # type: ignore[assignment]
-        text = " ".join(str(problem).split())[:200]
         raise UnsupportedError(
-            f"A model-local function cannot be inlined: {text}; inline it before the conversion."
+            f"A model-local function cannot be inlined: {cause(problem)}; inline it before the conversion."
         ) from None
     everything = {value.name for graph in model.graphs() for value in _defined(graph) if value.name}
     _rename_shadows(model.graph, frozenset(), everything)

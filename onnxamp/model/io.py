@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnx import numpy_helper
 
 from onnxamp import files
-from onnxamp.errors import ModelError, RuntimeMissingError, UsageError
+from onnxamp.errors import ModelError, RuntimeMissingError, UsageError, cause
 from onnxamp.model import validation
 from onnxamp.model.tensors import byte_blocks, is_external
 from onnxamp.model.units import all_nodes, all_values, bodies
@@ -50,7 +50,7 @@ def load(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, *, sort: b
         try:
             model = source.clone()
         except RuntimeError as problem:
-            raise ModelError(f"The model cannot be copied, its graph is inconsistent: {_cause(problem)}.") from None
+            raise ModelError(f"The model cannot be copied, its graph is inconsistent: {cause(problem)}.") from None
         return in_order(model) if sort else model
     folder = None
     if isinstance(source, onnx.ModelProto):
@@ -103,7 +103,7 @@ def _deserialize(proto: onnx.ModelProto, *, own: bool) -> ir.Model:
     try:
         model = ir.from_proto(proto)
     except Exception as problem:
-        raise ModelError(f"The model cannot be read: {_cause(problem)}.") from None
+        raise ModelError(f"The model cannot be read: {cause(problem)}.") from None
     finally:
         _log.setLevel(level)
     if "ai.onnx" in model.opset_imports:
@@ -113,13 +113,6 @@ def _deserialize(proto: onnx.ModelProto, *, own: bool) -> ir.Model:
             if value.name in held:
                 value.meta[_TYPE_PROTO] = held[value.name]
     return model
-
-
-def _cause(problem: BaseException) -> str:
-    """The innermost message of a chain of exceptions, on one line."""
-    while problem.__cause__ is not None:
-        problem = problem.__cause__
-    return " ".join(str(problem).split())[:300].rstrip(".")
 
 
 def _declared(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.ValueInfoProto]:

@@ -123,11 +123,18 @@ def type_graph(model: ir.Model) -> TypeGraph:
 
 def bodies(node: ir.Node) -> Iterator[ir.Graph]:
     """The subgraphs of a node, in the order of its attributes."""
-    for attribute in node.attributes.values() if node.attributes else ():
+    return (body for _, body in named_bodies(node)) if node.attributes else iter(())
+
+
+def named_bodies(node: ir.Node) -> Iterator[tuple[str, ir.Graph]]:
+    """The subgraphs of a node with their attributes: ``then_branch``, or ``branches[0]`` where one holds several."""
+    for name, attribute in node.attributes.items():
+        if attribute.is_ref():
+            continue
         if attribute.type == ir.AttributeType.GRAPH:
-            yield attribute.as_graph()
+            yield name, attribute.as_graph()
         elif attribute.type == ir.AttributeType.GRAPHS:
-            yield from attribute.as_graphs()
+            yield from ((f"{name}[{number}]", body) for number, body in enumerate(attribute.as_graphs()))
 
 
 def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:

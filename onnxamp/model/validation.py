@@ -294,7 +294,7 @@ def _arity(op_type: str, domain: str, opset: int) -> _Arity | None:
         return None
     required = frozenset(name for name, attribute in schema.attributes.items() if attribute.required)
     kinds = _ATTRIBUTE.AttributeType
-    typed = {name: attribute.type.name for name, attribute in schema.attributes.items()}  # type: ignore[attr-defined]
+    typed = {name: attribute.type.name for name, attribute in schema.attributes.items()}  # type: ignore[attr-defined]  # an enum in the stubs
     attributes = {name: int(kinds.Value(kind)) for name, kind in typed.items()}
     return _Arity((schema.min_input, schema.max_input), (schema.min_output, schema.max_output), required, attributes)
 

@@ -46,7 +46,7 @@ class _Writer:
     ) -> ir.Value:
         self.count += 1
         name = f"{self.prefix}/{op_type}_{self.count}"
-        new = ir.node(op_type, list(inputs), attributes or None, name=name)  # type: ignore[arg-type]
+        new = ir.node(op_type, list(inputs), attributes or None, name=name)  # type: ignore[arg-type]  # its attributes' own type is too wide to name
         new.metadata_props.update(self.node.metadata_props)
         value = new.outputs[0]
         value.name = name

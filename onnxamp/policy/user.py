@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from onnxamp.errors import UsageError
 from onnxamp.model.signatures import operator_name
-from onnxamp.model.units import TypeGraph
+from onnxamp.model.units import TypeGraph, named_bodies
 from onnxamp.policy import codes
 from onnxamp.policy.operators import OPERATORS
 from onnxamp.policy.options import Options, matches
@@ -66,12 +66,8 @@ def places(graph: ir.Graph, around: str = "") -> Iterator[tuple[ir.Node, str]]:
     """
     for node in graph:
         yield node, f"{around}{label(node)}"
-        for name, attribute in node.attributes.items() if node.attributes else ():
-            if attribute.type == ir.AttributeType.GRAPH:
-                yield from places(attribute.as_graph(), f"{around}{label(node)}/{name}/")
-            elif attribute.type == ir.AttributeType.GRAPHS:
-                for number, body in enumerate(attribute.as_graphs()):
-                    yield from places(body, f"{around}{label(node)}/{name}[{number}]/")
+        for name, body in named_bodies(node):
+            yield from places(body, f"{around}{label(node)}/{name}/")
 
 
 def nearest(name: str, known: Collection[str]) -> str:

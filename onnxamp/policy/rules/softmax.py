@@ -19,7 +19,8 @@ def softmaxes(marks: Marks) -> None:
     facts = marks.facts
     for node in facts.graph.of:
         if operator_name(node) == "Div" and (total := _sum_of_exponentials(facts, node.inputs[1])):
-            if facts.through_moves(node.inputs[0]) is total[1].outputs[0]:  # type: ignore[arg-type]
+            numerator = node.inputs[0]
+            if numerator is not None and facts.through_moves(numerator) is total[1].outputs[0]:
                 _mark(marks, codes.SOFTMAX, node, *total)
         elif operator_name(node) == "Log" and (total := _sum_of_exponentials(facts, node.inputs[0])):
             _mark(marks, codes.LOG_SUM_EXP, node, *total)
