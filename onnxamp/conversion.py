@@ -120,6 +120,19 @@ class ConvertResult:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a user should change to get more of the conversion, a sentence each."""
+        return (*self._held_by_opset(), *self._costly())
+
+    def _costly(self) -> tuple[str, ...]:
+        """Where the Casts around what has to be 16-bit cost more than 16 bits save."""
+        source, result = self.summary.traffic["source"], self.summary.traffic["result"]
+        if result <= source or self.plan.options.level != "O2":
+            return ()
+        return (
+            f"The result moves more bytes than the source in the traffic model ({result:,} and {source:,}): its heavy nodes, inputs or "
+            "outputs lie alone between fp32 ones; use --io low, give real sizes with --dim, or leave the model in fp32.",
+        )
+
+    def _held_by_opset(self) -> tuple[str, ...]:
         heavy = [decision for node, decision in self.plan.nodes.items() if operator(node).kind is Kind.HEAVY]
         held = [decision for decision in heavy if decision.code == codes.OPSET]
         if 2 * len(held) <= len(heavy):
