@@ -26,6 +26,15 @@ EXACT = frozenset(_EXACT.split())  # results are elements of the operands, so th
 Types = Mapping[str, int]
 
 
+def valid(model: onnx.ModelProto | str) -> bool:
+    """Whether onnx.checker accepts a model or file, shapes included."""
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except Exception:  # what the checker raises has no common class
+        return False
+    return True
+
+
 def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with functions inlined and types on all values."""
     return onnx.shape_inference.infer_shapes(

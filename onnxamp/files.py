@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import pathlib
 import tempfile
@@ -47,6 +48,12 @@ class Unfinished:
         os.umask(mask)
         os.chmod(self._name, 0o666 & ~mask)
         os.replace(self._name, path)
+        with contextlib.suppress(OSError):  # not every file system can flush a folder
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
     def __enter__(self) -> Self:
         return self

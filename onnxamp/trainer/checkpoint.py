@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import platform
-import secrets
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +23,7 @@ import safetensors
 from numpy.typing import NDArray
 
 import onnxamp
+from onnxamp import files
 from onnxamp.errors import ModelError, RuntimeMissingError
 from onnxamp.ort.providers import runtime
 from onnxamp.trainer.device import processors
@@ -162,23 +162,9 @@ def read_with_bundle(
 def atomic(path: Path) -> Any:
     """A binary file that takes the name `path` when all of it is on the disk, and vanishes if anything fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    name = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
-    try:
-        with open(name, "xb") as file:  # unlike a file of `tempfile`, with the permissions of any new one
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-    with contextlib.suppress(OSError):  # not every file system can flush a folder
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    with files.Unfinished(path) as unfinished:
+        yield unfinished.file
+        unfinished.publish(path)
 
 
 def write_text(path: Path, text: str) -> None:

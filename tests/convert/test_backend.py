@@ -99,7 +99,7 @@ class Sweep:
         try:
             result = onnxamp.convert(case.model, level=level, dtype=dtype, **options)  # type: ignore[arg-type]
             result.save(path, overwrite=True)
-            if valid(case.model):
+            if self.judge.valid(case.model):
                 onnx.checker.check_model(os.fspath(path), full_check=True)
         except Exception as problem:
             self.wrong.append(f"{label}: {type(problem).__name__}: {' '.join(str(problem).split())[:200]}")
@@ -140,14 +140,6 @@ class Sweep:
                 self.wrong.append(f"{label}: strict error {error:.3g}")
         if regions := self.judge.purposeless(written, case.model):
             self.wrong.append(f"{label}: 16-bit regions without purpose: {regions}")
-
-
-def valid(model: onnx.ModelProto) -> bool:
-    try:
-        onnx.checker.check_model(model, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError):
-        return False
-    return True
 
 
 def test_as_users_call_it(

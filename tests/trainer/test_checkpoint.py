@@ -89,7 +89,7 @@ def test_a_kill_during_save_leaves_the_old_checkpoint(tmp_path, call):
     path = tmp_path / "a.safetensors"
     checkpoint.write(path, _arenas(), PROGRESS)
     script = f"""
-        import builtins, os, signal
+        import os, signal, tempfile
         import numpy as np
         from pathlib import Path
         from onnxamp.trainer import checkpoint
@@ -111,7 +111,7 @@ def test_a_kill_during_save_leaves_the_old_checkpoint(tmp_path, call):
                     return Dying()
             raw = raw.view(Raw)
         elif {call!r} == "open":
-            builtins.open = die
+            tempfile.mkstemp = die
         else:
             setattr(os, {call!r}, die)
         progress = checkpoint.Progress(1, 0, 0, None, {{}}, "", "", {{}})
