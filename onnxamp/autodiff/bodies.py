@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxamp.autodiff.builder import Builder
@@ -11,13 +12,16 @@ from onnxamp.autodiff.emitter import is_random
 from onnxamp.autodiff.reverse import active, prune
 
 
-def rebuild(body: Builder, source: ir.Graph, actual: dict[ir.Value, ir.Value]) -> list[ir.Value]:
+def rebuild(
+    body: Builder, source: ir.Graph, actual: dict[ir.Value, ir.Value], absent: Container[ir.Value | None] = ()
+) -> list[ir.Value]:
     """Append the nodes of `source` to the graph of `body` and give what its outputs became.
 
     Args:
         body: The builder of the new graph.
         source: A body of the forward half; not changed.
         actual: What its inputs stand for; extended by all its values.
+        absent: Inputs that are not given.
 
     Raises:
         UnsupportedError: The body draws random numbers, which would be others the second time.
@@ -27,9 +31,12 @@ def rebuild(body: Builder, source: ir.Graph, actual: dict[ir.Value, ir.Value]) -
         assert value.const_value is not None
         actual[value] = body.constant(value.const_value.numpy())
     for step in source:
-        inputs = [None if value is None else actual.get(value, value) for value in step.inputs]
+        inputs = [None if value is None or value in absent else actual.get(value, value) for value in step.inputs]
         attributes = {name: _rebound(attr, actual) for name, attr in step.attributes.items()}
         results = body.emit(step.op_type, inputs, attributes, outputs=len(step.outputs), domain=step.domain)
+        producer = results[0].producer()
+        if producer is not None and _graphs(producer):
+            _infer_body(body, producer)
         for old, new in zip(step.outputs, results, strict=True):
             actual[old] = new
             if new.type is None:
@@ -51,6 +58,35 @@ def _rebound(attr: ir.Attr, actual: dict[ir.Value, ir.Value]) -> ir.Attr:
             if value in actual:
                 node.replace_input_with(position, actual[value])
     return ir.AttrGraph(attr.name, graph)
+
+
+def _infer_body(op: Builder, node: ir.Node) -> None:
+    """Types inside a Loop or Scan whose body, being part of a function, has none, and of what it gives."""
+    loop = node.op_type == "Loop"
+    if not loop and node.op_type != "Scan":
+        return
+    graph = node.attributes["body"].as_graph()
+    if all(value.type is not None for value in graph.inputs):
+        return
+    count = len(node.inputs) - (2 if loop else node.attributes["num_scan_inputs"].as_int())
+    given = [op.index(0), op.constant(np.asarray(True)), *node.inputs[2:]] if loop else list(node.inputs)
+    axes = [] if loop else node.attributes.get_ints("scan_input_axes", (0,) * (len(given) - count))
+    for index, (own, value) in enumerate(zip(graph.inputs, given, strict=True)):
+        if value is None or own.type is not None:
+            continue
+        own.type, own.shape = value.type, value.shape
+        if not loop and index >= count and value.shape is not None:
+            dims = list(value.shape)
+            del dims[axes[index - count]]
+            own.shape = ir.Shape(dims)
+    for step in graph:
+        op.infer(step)
+        if _graphs(step):
+            _infer_body(op, step)
+    for index, (value, own) in enumerate(zip(node.outputs, list(graph.outputs)[1 if loop else 0 :], strict=True)):
+        value.type = own.type
+        if own.shape is not None:
+            value.shape = own.shape if index < count else ir.Shape([None, *own.shape])
 
 
 def _graphs(node: ir.Node) -> list[ir.Graph]:

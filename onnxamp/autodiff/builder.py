@@ -117,7 +117,8 @@ class Builder(Emitter):
         """`value` with the shape of `like`, which has as many elements."""
         if value.shape is not None and self.same_shape(value, like):
             return value
-        result = self.Reshape(value, self.target(like))
+        zero = {"allowzero": 1} if 0 in self.dims(like) and self.opset >= 14 else {}
+        result = self.Reshape(value, self.target(like), **zero)
         result.shape = like.shape
         return result
 

@@ -277,14 +277,18 @@ class Emitter:
         node.metadata_props.update(self._metadata)
         for index, value in enumerate(node.outputs):
             value.name = self.unique(node.name if index == 0 else f"{node.name}/{index}")
-        self._inference.infer(node)
-        if node.outputs[0].dtype is None:
-            self._type(node)
+        self.infer(node)
         self.graph.append(node)
         self.emitted[node] = None
         if key is not None:
             self._known[key] = tuple(node.outputs)
         return tuple(node.outputs)
+
+    def infer(self, node: ir.Node) -> None:
+        """Set type and symbolic shape of what `node` gives, as far as its inputs tell."""
+        self._inference.infer(node)
+        if node.outputs[0].dtype is None:
+            self._type(node)
 
     def _type(self, node: ir.Node) -> None:
         """The type of the first output where inference gives none, an input being without a shape."""

@@ -19,6 +19,7 @@ from onnxamp.model.preparation import prepared
 from onnxamp.model.types import infer
 from onnxamp.passes.integers import FoldIntegers
 from onnxamp.passes.norms import DecomposeBatchNorm
+from onnxamp.passes.sequences import FoldSequences
 
 
 def gradient_model(
@@ -70,10 +71,11 @@ def gradient_model(
 
 
 def prepare(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Model:
-    """A private copy that can be differentiated: functions inlined, typed, integer constants folded, training
+    """A private copy that can be differentiated: functions inlined, typed, integer constants and sequences folded, training
     BatchNormalization decomposed."""
     result = prepared(model)
-    if FoldIntegers()(result).modified:
+    folded = FoldIntegers()(result).modified
+    if FoldSequences()(result).modified or folded:
         infer(result)
     DecomposeBatchNorm()(result)
     return result

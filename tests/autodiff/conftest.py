@@ -16,6 +16,9 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from onnx.reference.ops.op_grid_sample import GridSample as ReferenceGridSample
+from onnx.reference.ops.op_loop import Loop as ReferenceLoop
+from onnx.reference.ops.op_max_pool import MaxPool as ReferenceMaxPool
 from onnx.reference.ops.op_scan import Scan as ReferenceScan
 
 from onnxamp import autodiff
@@ -157,30 +160,87 @@ class Erf(OpRun):
         return (scipy.special.erf(x).astype(x.dtype),)
 
 
+class Gelu(OpRun):
+    """Its own Gelu computes in float32."""
+
+    op_domain = ""
+
+    def _run(self, x, approximate=None):
+        if approximate == "tanh":
+            return (0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),)
+        return (0.5 * x * (1 + scipy.special.erf(x / np.sqrt(2))),)
+
+
+class GatherElements(OpRun):
+    """Its own GatherElements takes at most 64 choices."""
+
+    op_domain = ""
+
+    def _run(self, data, indices, axis=None):
+        return (np.take_along_axis(data, indices, axis or 0),)
+
+
+class MaxPool(ReferenceMaxPool):
+    """Its own MaxPool gives no indices where all strides are 1."""
+
+    op_domain = ""
+
+    def _run(self, x, **attributes):
+        return self._max_pool(x, **attributes)
+
+
+class GridSample(ReferenceGridSample):
+    """Its own GridSample rounds the places to float32."""
+
+    op_domain = ""
+
+    def _gs_denormalize_coordinates(self, n, dims, align_corners):
+        return np.asarray(
+            [self._gs_denormalize(v, dim, align_corners) for v, dim in zip(n, dims, strict=True)], np.float64
+        )
+
+
+class Loop(ReferenceLoop):
+    """Its own Loop takes an absent condition for a false one and joins stacked outputs instead of stacking them."""
+
+    op_domain = ""
+
+    def _run(self, count, condition, *states, context=None, **kwargs):
+        names, results = self.body.input_names, self.body.output_names
+        stacks = [[] for _ in results[1 + len(states) :]]
+        states, step = list(states), 0
+        going = True if condition is None else bool(np.asarray(condition).item())
+        while going and (count is None or step < int(np.asarray(count).item())):
+            given = dict(zip(names, [np.asarray(step, np.int64), np.asarray(True), *states], strict=True))
+            outputs = self._run_body({**(context or {}), **given})
+            going, states = bool(np.asarray(outputs[0]).item()), list(outputs[1 : 1 + len(states)])
+            for stack, value in zip(stacks, outputs[1 + len(states) :], strict=True):
+                stack.append(value)
+            step += 1
+        return (*states, *(np.stack(stack) if stack else np.empty((0,)) for stack in stacks))
+
+
 class Scan(ReferenceScan):
-    """The reference evaluator's own Scan knows neither directions nor axes."""
+    """Its own Scan knows neither directions nor axes."""
 
     op_domain = ""
 
     def __init__(self, onnx_node, run_params):
-        kept = {
-            name: []
-            for name in ("scan_input_axes", "scan_input_directions", "scan_output_axes", "scan_output_directions")
-        }
+        names = ("scan_input_axes", "scan_input_directions", "scan_output_axes", "scan_output_directions")
+        self.kept = {name: [] for name in names}
         plain = onnx.NodeProto()
         plain.CopyFrom(onnx_node)
         del plain.attribute[:]
         for attribute in onnx_node.attribute:
-            if attribute.name in kept:
-                kept[attribute.name] = list(attribute.ints)
+            if attribute.name in names:
+                self.kept[attribute.name] = list(attribute.ints)
             else:
                 plain.attribute.append(attribute)
         super().__init__(plain, run_params)
-        self.kept = kept
 
     def _run(self, *args, context=None, **kwargs):
         count = len(args) - self.num_scan_inputs
-        in_axes, in_ways, out_axes, out_ways = (self.kept[name] for name in self.kept)
+        in_axes, in_ways, out_axes, out_ways = self.kept.values()
         moved = []
         for index, value in enumerate(args[count:]):
             value = np.moveaxis(value, in_axes[index] if in_axes else 0, 0)
@@ -192,9 +252,12 @@ class Scan(ReferenceScan):
         return tuple(results)
 
 
+OPERATORS = [Erf, GatherElements, Gelu, GridSample, Loop, MaxPool, Scan]
+
+
 def evaluate(model: onnx.ModelProto, runner: str):
     if runner == "reference":
-        return ReferenceEvaluator(model, new_ops=[Erf, Scan]).run
+        return ReferenceEvaluator(model, new_ops=OPERATORS).run
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -281,3 +344,9 @@ def check(case: Case) -> None:
 @pytest.fixture
 def check_case():
     return lambda case: check(Case(**case))
+
+
+@pytest.fixture
+def run_reference():
+    """What runs a model in the reference evaluator, with the operators above."""
+    return lambda model: evaluate(model, "reference")

@@ -5,11 +5,13 @@ The forward node stays as it is; its intermediate results are computed anew, as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 
+from onnxamp.autodiff.bodies import rebuild
 from onnxamp.autodiff.builder import Builder
 from onnxamp.autodiff.registry import Gradients, gradient
 from onnxamp.autodiff.reverse import through
@@ -22,43 +24,40 @@ from onnxamp.autodiff.reverse import through
 @gradient("SwiGLU")
 def by_function(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
     """The gradient of the operator's function body."""
-    body = _body(op, node)
-    actual: dict[str, ir.Value | None] = dict(zip(body.input, node.inputs, strict=False))
-    for step in body.node:
-        bodies = any(attribute.type == onnx.AttributeProto.GRAPH for attribute in step.attribute)
-        op.refuse(bodies, f"the function of {node.op_type} has branches")
-        inputs = [actual.get(name) if name else None for name in step.input]
-        attributes = {}
-        for attribute in step.attribute:
-            own = _attribute(node, attribute, op)
-            if own is not None:
-                attributes[attribute.name] = own
-        if step.op_type == "Constant":
-            tensor = ir.convenience.get_const_tensor(ir.node("Constant", [], attributes).outputs[0])
-            assert tensor is not None
-            actual[step.output[0]] = op.constant(tensor.numpy())
-            continue
-        results = op.emit(step.op_type, inputs, attributes, outputs=len(step.output), domain=step.domain)
-        actual.update(zip(step.output, results, strict=True))
-    outputs = [actual.get(name) for name in body.output]
-    produced = [(value, g) for value, g in zip(outputs, gradients, strict=False) if value is not None]
+    body = ir.from_proto(_given_attributes(op, node, _body(op, node)))
+    assert isinstance(body, ir.Function)
+    given = {own: value for own, value in zip(body.inputs, node.inputs, strict=False) if value is not None}
+    outputs = rebuild(op, body.graph, given, absent=set(body.inputs) - set(given))
     for value, original in zip(outputs, node.outputs, strict=False):
-        if value is not None and original.shape is not None:
+        if original.shape is not None:
             value.shape = original.shape
-    return through(op, [value for value, _ in produced], [g for _, g in produced], node.inputs)
+    return through(op, outputs, gradients, node.inputs)
 
 
-def _attribute(node: ir.Node, attribute: onnx.AttributeProto, op: Builder) -> ir.Attr | None:
-    """An attribute of a body's node; one that refers to the node's takes its value or default."""
-    if not attribute.ref_attr_name:
-        return ir.serde.deserialize_attribute(attribute)
-    own = node.attributes.get(attribute.ref_attr_name)
-    if own is None:
-        default = onnx.defs.get_schema(node.op_type, op.opset, node.domain).attributes[attribute.ref_attr_name]
-        if default.default_value.type == onnx.AttributeProto.UNDEFINED:
-            return None
-        own = ir.serde.deserialize_attribute(default.default_value)
-    return ir.Attr(attribute.name, own.type, own.value)
+def _given_attributes(op: Builder, node: ir.Node, body: onnx.FunctionProto) -> onnx.FunctionProto:
+    """`body` with the node's attributes, or their defaults, where it refers to them."""
+    defaults = onnx.defs.get_schema(node.op_type, op.opset, node.domain).attributes
+
+    def settle(steps: Sequence[onnx.NodeProto]) -> None:
+        for step in steps:
+            kept = []
+            for attribute in step.attribute:
+                if attribute.type == onnx.AttributeProto.GRAPH:
+                    settle(attribute.g.node)
+                if not attribute.ref_attr_name:
+                    kept.append(attribute)
+                    continue
+                own = node.attributes.get(attribute.ref_attr_name)
+                value = ir.to_proto(own) if own is not None else defaults[attribute.ref_attr_name].default_value
+                if value.type != onnx.AttributeProto.UNDEFINED:
+                    kept.append(onnx.AttributeProto.FromString(value.SerializeToString()))
+                    kept[-1].name = attribute.name
+            copies = [attribute.SerializeToString() for attribute in kept]
+            del step.attribute[:]
+            step.attribute.extend(onnx.AttributeProto.FromString(data) for data in copies)
+
+    settle(body.node)
+    return body
 
 
 def _body(op: Builder, node: ir.Node) -> onnx.FunctionProto:

@@ -23,7 +23,6 @@ def dft(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     assert x is not None
     rank = op.rank(x)
     inverse, onesided = (bool(node.attributes.get_int(name, 0)) for name in ("inverse", "onesided"))
-    op.refuse(inverse and onesided, "an inverse transform of half a spectrum")
     axis = node.attributes.get_int("axis", 1)
     if op.opset >= 20:
         given = op.known(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else np.asarray(-2)
@@ -34,6 +33,8 @@ def dft(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     length = node.inputs[1] if len(node.inputs) > 1 else None
     count = op.dim(x, axis) if length is None else op.Reshape(op.int64(length), [1])
     wide = op.wide(g)
+    if inverse and onesided:
+        return [_from_whole(op, x, wide, axis)]
     if onesided:
         missing = op.Div(op.Sub(count, [1]), [2])
         wide = op.Pad(wide, op.join([*[0] * (rank + axis), missing, *[0] * (rank - 1 - axis)]))
@@ -48,6 +49,30 @@ def dft(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
         back = op.Pad(back, op.join([*[0] * (rank + axis), lack, *[0] * (rank - 1 - axis)]))
     back.shape = x.shape
     return [back]
+
+
+def _from_whole(op: Builder, x: ir.Value, g: ir.Value, axis: int) -> ir.Value:
+    """The adjoint of half a spectrum → real signal: the transform of g, where each term but those without a mirror image counts twice.
+
+    What lies beyond the half that a length asks for has no share.
+    """
+    half, count, rank = op.dims(x)[axis], op.dims(g)[axis], op.rank(x)
+    op.refuse(not isinstance(half, int) or not isinstance(count, int), "half a spectrum needs static sizes")
+    assert isinstance(half, int)
+    assert isinstance(count, int)
+    terms = min(half, count // 2 + 1)
+    weight = np.full(terms, 2.0 / count)
+    weight[0] = 1.0 / count
+    if count % 2 == 0 and terms == count // 2 + 1:
+        weight[-1] = 1.0 / count
+    shape = [1] * rank
+    shape[axis] = terms
+    spectrum = op.Slice(transform(op, g, axis), [0], [terms], [axis])
+    assert g.dtype is not None
+    result = op.Mul(spectrum, op.constant(weight.reshape(shape).astype(g.dtype.numpy())))
+    result = op.Pad(result, [*[0] * (rank + axis), half - terms, *[0] * (rank - 1 - axis)]) if half > terms else result
+    result.shape = x.shape
+    return result
 
 
 def transform(op: Builder, x: ir.Value, axis: int, inverse: bool = False, onesided: bool = False) -> ir.Value:

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from onnxamp.autodiff.builder import Builder, Dim
 from onnxamp.autodiff.registry import Gradients, gradient
+from onnxamp.autodiff.reverse import through
 
 
 def _standardize(op: Builder, x: ir.Value, axes: Sequence[int], epsilon: float) -> tuple[ir.Value, ir.Value]:
@@ -59,10 +60,12 @@ def slopes(
 
 
 @gradient("LayerNormalization", inputs=(0, 1, 2))
-def layer_normalization(op: Builder, node: ir.Node, g: ir.Value, *statistics: ir.Value | None) -> Gradients:
+def layer_normalization(op: Builder, node: ir.Node, g: ir.Value | None, *statistics: ir.Value | None) -> Gradients:
     """y = x̂·scale + b: dx through x̂, dscale = Σ g·x̂, db = Σ g. Mean and 1/σ are outputs of the forward node."""
-    op.refuse(any(value is not None for value in statistics), "a gradient of its mean or its deviation")
+    if any(value is not None for value in statistics):
+        return through(op, _with_statistics(op, node), [g, *statistics], node.inputs)
     x, scale, bias = [*node.inputs, None][:3]
+    assert g is not None
     assert x is not None
     assert scale is not None
     axes = list(range(node.attributes.get_int("axis", -1) % op.rank(x), op.rank(x)))
@@ -77,6 +80,21 @@ def layer_normalization(op: Builder, node: ir.Node, g: ir.Value, *statistics: ir
     dscale = op.unbroadcast_dims(op.Mul(g32, normal), scale, [dims]) if 1 in op.wanted else None
     db = op.unbroadcast_dims(g32, bias, [dims]) if bias is not None and 2 in op.wanted else None
     return [dx, dscale, db]
+
+
+def _with_statistics(op: Builder, node: ir.Node) -> list[ir.Value]:
+    """Y, the mean and 1/σ in plain operators, where the last two have gradients too."""
+    x, scale, bias = [*node.inputs, None][:3]
+    assert x is not None
+    assert scale is not None
+    axes = list(range(node.attributes.get_int("axis", -1) % op.rank(x), op.rank(x)))
+    wide = op.wide(x)
+    normal, inverse = _standardize(op, wide, axes, node.attributes.get_float("epsilon", 1e-5))
+    y = op.Mul(normal, op.wide(scale))
+    y = y if bias is None else op.Add(y, op.wide(bias))
+    kinds = [value.dtype or wide.dtype for value in node.outputs]
+    results = [y, op.reduce("ReduceMean", wide, axes), inverse]
+    return [op.cast(value, kind) for value, kind in zip(results, kinds, strict=False) if kind is not None]
 
 
 def _statistics(op: Builder, node: ir.Node, x: ir.Value, axes: Sequence[int]) -> tuple[ir.Value, ir.Value]:

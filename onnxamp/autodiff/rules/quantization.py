@@ -16,8 +16,9 @@ def dequantize_linear(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     assert x is not None
     assert scale is not None
     assert g.dtype is not None
-    op.refuse(bool(node.attributes.get_int("block_size", 0)), "scales of blocks")
-    rank = op.rank(x)
+    rank, block = op.rank(x), node.attributes.get_int("block_size", 0)
+    if block:
+        return [None, _of_blocks(op, x, zero, g, node.attributes.get_int("axis", 1) % rank, block, scale)]
     shape = [1] * rank
     if op.rank(scale):
         shape[node.attributes.get_int("axis", 1) % rank] = -1
@@ -27,3 +28,17 @@ def dequantize_linear(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     product = op.Mul(op.wide(g), op.wide(steps))
     axes = [axis for axis in range(rank) if shape[axis] == 1]
     return [None, op.reshape(op.sum(product, axes, keepdims=False), scale)]
+
+
+def _of_blocks(
+    op: Builder, x: ir.Value, zero: ir.Value | None, g: ir.Value, axis: int, block: int, scale: ir.Value
+) -> ir.Value:
+    """The gradient of scales that each belong to a block along one axis."""
+    wide = op.wide(g)
+    extent = [op.dim(x, other) for other in range(op.rank(x))]
+    shape = op.join([*extent[:axis], -1, block, *extent[axis + 1 :]])
+    assert wide.dtype is not None
+    steps = op.Reshape(op.cast(x, wide.dtype), shape)
+    if zero is not None:
+        steps = op.Sub(steps, op.Unsqueeze(op.cast(zero, wide.dtype), [axis + 1]))
+    return op.reshape(op.sum(op.Mul(op.Reshape(wide, shape), steps), [axis + 1], keepdims=False), scale)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, Dim
 from onnxamp.autodiff.registry import Gradients, gradient
 
 
@@ -25,24 +27,37 @@ def resize(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     sizes, results = op.dims(x), op.dims(node.outputs[0])
     scales = op.known(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else None
     axes = list(node.attributes.get_ints("axes", tuple(range(len(sizes)))))
-    mode = node.attributes.get_string("coordinate_transformation_mode", "half_pixel")
-    op.refuse(mode == "tf_crop_and_resize", "Resize with tf_crop_and_resize")
     policy = node.attributes.get_string("keep_aspect_ratio_policy", "stretch")
-    op.refuse(policy != "stretch", f"Resize with keep_aspect_ratio_policy {policy}")
+    crops = node.attributes.get_string("coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize"
+    boxes = op.known(node.inputs[1]) if crops else None
+    op.refuse(crops and boxes is None, "the region of Resize is computed at run time")
     for axis, (size, result) in enumerate(zip(sizes, results, strict=True)):
-        if size == result and size is not None:
+        if (size == result and size is not None and not crops) or axis not in axes:
             continue
         op.refuse(not isinstance(size, int) or not isinstance(result, int), "this Resize needs static sizes")
         assert isinstance(size, int)
         assert isinstance(result, int)
-        scale = None if scales is None or not scales.size else float(scales.reshape(-1)[axes.index(axis)])
-        matrix = _matrix(node, size, result, scale, op.opset)
+        place = axes.index(axis)
+        scale = None if scales is None or not scales.size else float(scales.reshape(-1)[place])
+        if policy != "stretch" and scale is None:
+            scale = _common_scale(op, node, sizes, axes, policy)
+        box = None if boxes is None else boxes.reshape(2, -1)[:, place]
+        matrix = _matrix(node, size, result, scale, box, op.opset)
         order = [other for other in range(len(sizes)) if other != axis] + [axis]
         assert g.dtype is not None
         product = op.MatMul(op.transpose(g, order), op.cast(op.constant(matrix), g.dtype))
         g = op.transpose(product, np.argsort(order).tolist())
     g.shape = x.shape
     return [g]
+
+
+def _common_scale(op: Builder, node: ir.Node, sizes: Sequence[Dim], axes: Sequence[int], policy: str) -> float:
+    """The factor of all axes where the sizes keep their ratio."""
+    wanted = op.known(node.inputs[3])
+    op.refuse(wanted is None, "the sizes of Resize are computed at run time")
+    assert wanted is not None
+    factors = [float(w) / float(sizes[axis]) for w, axis in zip(wanted.reshape(-1), axes, strict=True)]  # type: ignore[arg-type]
+    return min(factors) if policy == "not_larger" else max(factors)
 
 
 def _whole_factors(op: Builder, node: ir.Node, x: ir.Value) -> list[int] | None:
@@ -77,15 +92,20 @@ def _block_sums(op: Builder, g: ir.Value, x: ir.Value, factors: list[int]) -> ir
     return result
 
 
-def _matrix(node: ir.Node, size: int, result: int, scale: float | None, opset: int) -> np.ndarray:
+def _matrix(
+    node: ir.Node, size: int, result: int, scale: float | None, box: np.ndarray | None, opset: int
+) -> np.ndarray:
     """[result, size]: what the forward node makes of each unit vector along one axis."""
     unit = np.eye(size, dtype=np.float64)[:, None, None, :]
-    kept = {"axes", "keep_aspect_ratio_policy"}
+    kept = {"axes", "keep_aspect_ratio_policy", "extrapolation_value"}
     attributes = [ir.to_proto(attr) for name, attr in node.attributes.items() if name not in kept]
-    names = ["x", "", "scales", ""] if scale is not None else ["x", "", "", "sizes"]
+    roi = "" if box is None else "roi"
+    names = ["x", roi, "scales", ""] if scale is not None else ["x", roi, "", "sizes"]
     proto = onnx.helper.make_node("Resize", names, ["y"])
     proto.attribute.extend(attributes)
     feeds: dict[str, np.ndarray] = {"x": unit}
+    if box is not None:
+        feeds["roi"] = np.asarray([0.0, 0.0, 0.0, box[0], 1.0, 1.0, 1.0, box[1]], np.float32)
     if scale is not None:
         feeds["scales"] = np.asarray([1.0, 1.0, 1.0, scale], np.float32)
     else:

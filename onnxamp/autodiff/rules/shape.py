@@ -273,8 +273,9 @@ def depth_to_space(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 
 @gradient("SpaceToDepth")
 def space_to_depth(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
-    """DepthToSpace in mode DCR."""
-    return [op.DepthToSpace(g, blocksize=node.attributes["blocksize"].as_int(), mode="DCR")]
+    """DepthToSpace in the same mode."""
+    mode = node.attributes.get_string("mode", "DCR")
+    return [op.DepthToSpace(g, blocksize=node.attributes["blocksize"].as_int(), mode=mode)]
 
 
 @gradient("ReverseSequence", inputs=(0,))

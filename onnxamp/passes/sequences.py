@@ -1,0 +1,103 @@
+"""Sequences that only carry tensors from where they are split or put together to where they are read, replaced by these tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+
+class FoldSequences(ir.passes.InPlacePass):
+    """Read the pieces themselves instead of a sequence of them, in the main graph.
+
+    1. SequenceAt of a SplitToSequence becomes an output of a Split; of a SequenceConstruct, the tensor. The position is constant, and so
+       are the sizes of the pieces (or the size of the split dimension).
+    2. ConcatFromSequence of a SequenceConstruct becomes a Concat.
+    3. Sequences that nothing reads any more go. PyTorch's exporters write them for chunk, split and stack.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        pieces: dict[ir.Value, list[ir.Value]] = {}
+        folded = []
+        for node in list(model.graph):
+            if node.domain != "" or not node.inputs or node.inputs[0] is None:
+                continue
+            sequence = node.inputs[0]
+            if node.op_type == "SequenceConstruct":
+                pieces[node.outputs[0]] = [value for value in node.inputs if value is not None]
+            elif node.op_type == "SplitToSequence":
+                found = _split(model.graph, node)
+                if found:
+                    pieces[node.outputs[0]] = found
+            elif node.op_type == "SequenceAt" and sequence in pieces:
+                position = _constant(node.inputs[1])
+                if position is not None:
+                    node.outputs[0].replace_all_uses_with(
+                        pieces[sequence][int(position.reshape(()))], replace_graph_outputs=True
+                    )
+                    folded.append(node)
+            elif node.op_type == "ConcatFromSequence" and sequence in pieces:
+                _concat(model.graph, node, pieces[sequence])
+                folded.append(node)
+        for node in folded:
+            model.graph.remove(node, safe=True)
+        for value in pieces:
+            maker = value.producer()
+            if maker is not None and not value.uses() and not value.is_graph_output():
+                model.graph.remove(maker, safe=True)
+        return ir.passes.PassResult(model, modified=bool(folded))
+
+
+def _constant(value: ir.Value | None) -> np.ndarray | None:
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def _split(graph: ir.Graph, node: ir.Node) -> list[ir.Value]:
+    """The outputs of a Split in the place of a SplitToSequence; empty where their number is unknown."""
+    source = node.inputs[0]
+    assert source is not None
+    axis = node.attributes.get_int("axis", 0)
+    given = node.inputs[1] if len(node.inputs) > 1 else None
+    content = _constant(given)
+    squeezed = given is None and not node.attributes.get_int("keepdims", 1)
+    size = None if source.shape is None else source.shape[axis]
+    if squeezed or (given is not None and content is None):
+        return []
+    if content is not None and content.ndim:
+        sizes = [int(part) for part in content]
+    elif isinstance(size, int):
+        step = 1 if content is None else int(content.reshape(()))
+        sizes = [min(step, size - start) for start in range(0, size, step)]
+    else:
+        return []
+    name = f"{node.outputs[0].name}/sizes"
+    tensor = ir.tensor(np.asarray(sizes, np.int64), name=name)
+    lengths = ir.Value(
+        name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([len(sizes)]), const_value=tensor
+    )
+    graph.register_initializer(lengths)
+    split = ir.node("Split", [source, lengths], {"axis": axis}, num_outputs=len(sizes), name=node.name)
+    for index, value in enumerate(split.outputs):
+        value.name, value.type = f"{node.outputs[0].name}/{index}", source.type
+    graph.insert_before(node, split)
+    return list(split.outputs)
+
+
+def _concat(graph: ir.Graph, node: ir.Node, values: list[ir.Value]) -> None:
+    axis = node.attributes["axis"].as_int()
+    result = node.outputs[0]
+    if node.attributes.get_int("new_axis", 0):
+        name = f"{result.name}/axis"
+        tensor = ir.tensor(np.asarray([axis], np.int64), name=name)
+        axes = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]), const_value=tensor)
+        graph.register_initializer(axes)
+        nodes = [ir.node("Unsqueeze", [value, axes], name=f"{node.name}/{i}") for i, value in enumerate(values)]
+        for index, (wide, value) in enumerate(zip(nodes, values, strict=True)):
+            wide.outputs[0].name, wide.outputs[0].type = f"{result.name}/{index}", value.type
+            graph.insert_before(node, wide)
+        values = [wide.outputs[0] for wide in nodes]
+    joined = ir.node("Concat", values, {"axis": axis}, name=node.name)
+    graph.insert_before(node, joined)
+    own, result.name = result.name, None
+    joined.outputs[0].name, joined.outputs[0].type, joined.outputs[0].shape = own, result.type, result.shape
+    result.replace_all_uses_with(joined.outputs[0], replace_graph_outputs=True)
