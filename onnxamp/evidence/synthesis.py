@@ -15,9 +15,10 @@ import onnx_ir as ir
 
 from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.evidence.inputs import Array, Input, Sample, model_inputs
+from onnxamp.model.dimensions import FIRST_DIM, OTHER_DIM
 
 # Sizes of free dimensions: the first of an input, others, and the past of a key-value cache.
-FIRST, OTHER, PAST = 1, 64, 16
+FIRST, OTHER, PAST = FIRST_DIM, OTHER_DIM, 16
 # For others where a model does not run with the usual size: a window that is longer, or a fixed one.
 ALTERNATIVES = (512, 224, 1024, 16, 4096)
 
