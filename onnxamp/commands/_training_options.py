@@ -78,6 +78,8 @@ _OPTIONS = (
     click.option("--keep-op", multiple=True, metavar="OP", help="Operators that stay fp32."),
     click.option("--lower-node", multiple=True, metavar="PATTERN", help="Nodes that become 16-bit where that is legal."),
     click.option("--lower-op", multiple=True, metavar="OP", help="Operators that become 16-bit where that is legal."),
+    click.option("--engine", default="native", show_default=True, type=click.Choice(["native", "ort-training"]),
+                 help="Who differentiates; ort-training needs onnxamp[ort-training]."),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of Dropout."),
 )  # fmt: skip
 
@@ -131,7 +133,7 @@ def build_arguments(options: Mapping[str, Any], steps: int | None = None) -> dic
         **{
             name: options.get(name)
             for name in ("clip_norm", "clip_value", "ema", "trainable", "frozen", "batch_norm", "overflow", "level", "dtype",
-                         "target", "keep_op", "lower_op", "seed")
+                         "target", "keep_op", "lower_op", "engine", "seed")
         },
     }  # fmt: skip
 

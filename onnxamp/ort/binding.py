@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxamp.errors import InternalError
+from onnxamp.ort.dlpack import Shared
 from onnxamp.ort.providers import runtime
 from onnxamp.ort.session import run_error, to_numpy
-from onnxamp.ort.values import View, element_type
+from onnxamp.ort.values import BFLOAT16, View, element_type, numpy_type
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,15 +38,27 @@ class Binding:
     def input(self, name: str, view: View) -> None:
         """Read the input `name` from `view` in every run from now on."""
         buffer = view.buffer
-        self._binding.bind_input(name, buffer.device, buffer.device_id, view.element_type, view.shape, view.pointer)
+        if _needs_dlpack(view):
+            shared = Shared(view)
+            self._binding._iobinding.bind_ortvalue_input(name, shared.value)
+            self._alive["input", name] = shared
+            return
+        kind = _bound_type(view.element_type)
+        self._binding.bind_input(name, buffer.device, buffer.device_id, kind, view.shape, view.pointer)
         self._alive["input", name] = buffer
 
     def output(self, name: str, view: View) -> None:
         """Write the output `name` to `view` in every run from now on."""
         buffer = view.buffer
-        self._binding.bind_output(name, buffer.device, buffer.device_id, view.element_type, view.shape, view.pointer)
-        self._alive["output", name] = buffer
         self._order[name] = False
+        if _needs_dlpack(view):
+            shared = Shared(view)
+            self._binding._iobinding.bind_ortvalue_output(name, shared.value)
+            self._alive["output", name] = shared
+            return
+        kind = _bound_type(view.element_type)
+        self._binding.bind_output(name, buffer.device, buffer.device_id, kind, view.shape, view.pointer)
+        self._alive["output", name] = buffer
 
     def feed(self, name: str, values: NDArray[Any]) -> None:
         """Read the input `name` from `values`, an array on the host, from now on.
@@ -88,3 +101,12 @@ class Binding:
         """The outputs of the last run that were to be fetched, by name."""
         values = dict(zip(self._order, self._binding.get_outputs(), strict=True))
         return {name: to_numpy(values[name]) for name, fetched in self._order.items() if fetched}
+
+
+def _needs_dlpack(view: View) -> bool:
+    """Whether `bind_input` has no name for the type: before version 1.20 it knows those of numpy only."""
+    return view.element_type == BFLOAT16 and view.buffer.device == "cpu"
+
+
+def _bound_type(element_type: int) -> Any:
+    return element_type if element_type == BFLOAT16 else numpy_type(element_type).type

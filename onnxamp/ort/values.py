@@ -21,6 +21,7 @@ from onnxamp.ort.providers import runtime
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+BFLOAT16 = int(onnx.TensorProto.BFLOAT16)
 ALIGNMENT = 64
 """Bytes: a cache line, and more than any vector instruction wants."""
 
@@ -53,9 +54,7 @@ def aligned(nbytes: int) -> NDArray[np.uint8]:
 def numpy_type(element_type: int) -> np.dtype[Any]:
     """The numpy type of an ONNX element type; bf16 comes from ml_dtypes."""
     dtype: np.dtype[Any] = (
-        np.dtype(ml_dtypes.bfloat16)
-        if element_type == onnx.TensorProto.BFLOAT16
-        else onnx.helper.tensor_dtype_to_np_dtype(element_type)
+        np.dtype(ml_dtypes.bfloat16) if element_type == BFLOAT16 else onnx.helper.tensor_dtype_to_np_dtype(element_type)
     )
     return dtype
 
@@ -67,7 +66,7 @@ def element_type(dtype: np.dtype[Any]) -> int:
         InternalError: ONNX has no such tensors.
     """
     if dtype == np.dtype(ml_dtypes.bfloat16):
-        return int(onnx.TensorProto.BFLOAT16)
+        return BFLOAT16
     try:
         return int(onnx.helper.np_dtype_to_tensor_dtype(dtype))
     except (KeyError, ValueError) as problem:

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from onnxamp.errors import UsageError
+from onnxamp.ort import gradient_builder
 from onnxamp.ort.session import SessionConfig
 from onnxamp.ort.values import Buffer, View
 from onnxamp.passes.emulate import emulate
@@ -76,6 +77,8 @@ class Trainer:
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.load(bundle)
         self.manifest = self.bundle.manifest
         self.position: dict[str, Any] = {}
+        if self._emulated:
+            gradient_builder.require()  # its operators are in no other runtime
         self._device = find_device(provider)
         self.provider = self._device.provider
         self.collective: Collective = collective or SingleProcess()
@@ -237,12 +240,12 @@ class Trainer:
         totals = np.zeros(2)
         output = prediction(self.bundle).name
         for batch in [data] if isinstance(data, Mapping) else data:
-            if metrics and label not in batch:
+            if metrics and "labels" not in batch:
                 raise UsageError("Metrics compare with labels, and the data have none.")
             outputs = evaluator.run(self._check(batch))
             totals += evaluator.sums.read()
             for each in metrics:
-                each.update(outputs[output or ""], batch[label], batch.get("weights"))
+                each.update(outputs[output or ""], batch["labels"], batch.get("weights"))
         loss = float(totals[0] / totals[1]) if totals[1] else float("nan")
         values = self._of_rank_0(np.array([loss, *(each.value() for each in metrics)]))
         return dict(zip(["loss", *(each.name for each in metrics)], map(float, values), strict=True))
@@ -389,8 +392,13 @@ class Trainer:
     def _executable(self, name: str) -> ir.Model:
         """A graph of the bundle as this provider is to run it."""
         graph = self.bundle.graphs[name]
-        low = self.manifest.level != "O0" and name in ("grad", "eval")
+        low = self.manifest.level != "O0" and name in ("grad", "eval") and not self._emulated
         return emulate(graph) if low and not self._device.computes_low else graph
+
+    @property
+    def _emulated(self) -> bool:
+        """Whether the bundle's own graphs round each result, instead of computing in 16 bits."""
+        return self.manifest.options.get("engine") == "ort-training"
 
     @functools.cached_property
     def _working(self) -> Evaluator:

@@ -17,8 +17,9 @@ from onnxamp.autodiff.parameters import Parameters, classify
 from onnxamp.dtypes import low_type
 from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model import io
+from onnxamp.ort import gradient_builder
 from onnxamp.policy.options import Options, matches
-from onnxamp.training import batch_norm, choices, parameters
+from onnxamp.training import batch_norm, choices, ort_training, parameters
 from onnxamp.training.bundle import Bundle, content_digest
 from onnxamp.training.forward import Forward, prepare
 from onnxamp.training.gradients import GradGraph, Task, eval_graph, grad_graph
@@ -57,6 +58,7 @@ def build(
     keep_op: str | Sequence[str] = (),
     lower: str | Sequence[str] = (),
     lower_op: str | Sequence[str] = (),
+    engine: str = "native",
 ) -> Bundle:
     """Make the training graphs of a model.
 
@@ -84,8 +86,11 @@ def build(
         keep_op: Operators that stay fp32.
         lower: Patterns of nodes that become 16-bit where that is legal.
         lower_op: Operators that become 16-bit where that is legal.
+        engine: ``native``: gradients in standard operators, for any ONNX Runtime; ``ort-training``: by the builder of
+            onnxruntime-training 1.19.2, in its fused kernels, for that runtime alone.
 
     Raises:
+        RuntimeMissingError: The engine is not installed.
         UsageError: The arguments contradict each other or the model.
         ModelError: The model is damaged.
         UnsupportedError: Something on the way to the loss has no gradient; all such nodes are named.
@@ -115,6 +120,7 @@ def build(
         ema=ema,
         seed=seed,
         output=output,
+        engine=engine,
     )
     return _build(io.load(model), arguments)
 
@@ -136,6 +142,7 @@ class _Arguments:
     ema: float | None
     seed: int
     output: str | None
+    engine: str
 
     def __post_init__(self) -> None:
         if self.batch_norm not in ("auto", "freeze"):
@@ -146,6 +153,10 @@ class _Arguments:
             raise UsageError(
                 "overflow='micro' drops what overflows and drop_overflow_update=False does not: choose one."
             )
+        if self.engine not in ("native", "ort-training"):
+            raise UsageError(f"Unknown engine {self.engine!r}: use native or ort-training.")
+        if self.engine == "ort-training":
+            gradient_builder.require()
         if self.ema is not None and not 0 <= self.ema < 1:
             raise UsageError(f"ema is {self.ema}: it must be at least 0 and below 1.")
         if not -(2**63) <= self.seed < 2**63:
@@ -154,6 +165,8 @@ class _Arguments:
 
 def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
     forward = prepare(source, arguments.loss, arguments.output)
+    if arguments.engine == "ort-training":
+        ort_training.check(forward.model.graph)
     arguments = dataclasses.replace(arguments, loss=forward.loss)
     found = classify(forward.model)
     chosen, frozen = _choose(forward, found, arguments)
@@ -162,6 +175,8 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
     if arguments.amp.level != "O0":
         converted = conversion.mixed(forward.model, arguments.amp)
         model = converted.model
+        if arguments.engine == "ort-training":  # its kernels of 16 bits are those of the CPU: each result is rounded instead
+            model = ort_training.rounded(model)
         notes += converted.warnings
     task = Task(
         model=model,
@@ -173,6 +188,7 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
         low=arguments.amp.level in ("O2", "O3"),
         trained_norms=frozenset(norms),
         drops_micro=arguments.overflow == "micro",
+        engine=arguments.engine,
     )
     grad = grad_graph(task)
     unreached = sorted(set(chosen) - {entry.name for entry in grad.entries})
@@ -352,6 +368,7 @@ def _options(arguments: _Arguments) -> dict[str, Any]:
         "ema": arguments.ema,
         "seed": arguments.seed,
         "output": arguments.output,
+        "engine": arguments.engine,
     }
 
 

@@ -11,7 +11,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from onnxamp.autodiff import backward
 from onnxamp.errors import UsageError
-from onnxamp.training import batch_norm, dropout, fragment
+from onnxamp.training import batch_norm, dropout, fragment, ort_training
 from onnxamp.training.accumulation import Accumulation
 from onnxamp.training.fragment import BOOL, FLOAT, INT64, Fragment
 from onnxamp.training.losses import Loss, ModelOutput, Terms
@@ -34,6 +34,7 @@ class Task:
         parameters: Names of the initializers that train.
         low: Read low copies of parameters that are cast (O2, O3).
         trained_norms: Names of the nodes of BatchNormalization that use batch statistics.
+        engine: Who differentiates: ``native`` or ``ort-training``.
         drops_micro: A micro-batch with a gradient that is not finite is left out (overflow policy ``micro``).
     """
 
@@ -46,6 +47,7 @@ class Task:
     low: bool
     trained_norms: frozenset[str]
     drops_micro: bool = False
+    engine: str = "native"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +186,12 @@ def grad_graph(task: Task) -> GradGraph:
     op.section("loss")
     seed = terms.backward(op.Div(scale, divisor))
     wrt = [value for entry in built.entries for value in (entry.master, entry.low) if value is not None]
-    slopes = backward(graph, {prediction: seed}, wrt)
+    written = None
+    if task.engine == "native":
+        slopes = backward(graph, {prediction: seed}, wrt)
+    else:
+        written = [batch_norm.write_out(op, norm) for norm in norms]
+        slopes = ort_training.backward(built.model, {prediction: seed}, wrt)
     op = built.op = Fragment(graph)  # sees the names that backward gave
     entries = [entry for entry in built.entries if entry.master in slopes or entry.low in slopes]
     built.add_parameters(entries)
@@ -198,7 +205,7 @@ def grad_graph(task: Task) -> GradGraph:
     accumulation.judge(terms, list(gradients.values()))
     for name, value in gradients.items():
         accumulation.gradient(name, value)
-    statistics = _running(built, norms, accumulation)
+    statistics = _running(built, norms, accumulation, written)
     accumulation.window(terms)
     empty = op.is_zero(terms.weight_sum)
     mean = op.Div(terms.loss_sum, op.select(empty, 1.0, terms.weight_sum))
@@ -245,7 +252,10 @@ def _drop(built: _Graph, accumulation: Accumulation) -> None:
 
 
 def _running(
-    built: _Graph, norms: Sequence[batch_norm.Trained], accumulation: Accumulation
+    built: _Graph,
+    norms: Sequence[batch_norm.Trained],
+    accumulation: Accumulation,
+    written: Sequence[tuple[ir.Value, ir.Value]] | None,
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Running statistics: the committed ones in the first micro-batch, those of the window after it.
 
@@ -254,8 +264,8 @@ def _running(
     op, graph = built.op, built.model.graph
     before: dict[str, ir.Value] = {}
     current: dict[str, ir.Value] = {}
-    for norm in norms:
-        for name, value in zip(norm.running, batch_norm.write_out(op, norm), strict=True):
+    for norm, results in zip(norms, written or [batch_norm.write_out(op, norm) for norm in norms], strict=True):
+        for name, value in zip(norm.running, results, strict=True):
             if name not in current:
                 shape = _static(graph.initializers.pop(name).shape)
                 committed = built.take(f"stat/{name}", FLOAT, shape, "tensor", f"statistics/{name}")
