@@ -56,21 +56,20 @@ def _gate(node: ir.Node, scale: ir.Value, *, negative: bool) -> ir.Value:
     """`scale` or −`scale` with one dimension, made before `node`."""
     graph = node.graph
     assert isinstance(graph, ir.Graph)
+    name = node.outputs[0].name
     constant = ir.convenience.get_const_tensor(scale)
     if constant is not None:
         number = constant.numpy().reshape(1)
-        return _initializer(graph, f"{node.name}/gate", -number if negative else number)
-    added = [ir.node("Neg", [scale], name=f"{node.name}/Neg")] if negative else []
-    axes = _initializer(graph, f"{node.name}/axes", np.zeros(1, np.int64))
-    added.append(
-        ir.node("Unsqueeze", [added[0].outputs[0] if negative else scale, axes], name=f"{node.name}/Unsqueeze")
-    )
+        return _initializer(graph, f"{name}/gate", -number if negative else number)
+    added = [ir.node("Neg", [scale], name=f"{name}/Neg")] if negative else []
+    axes = _initializer(graph, f"{name}/axes", np.zeros(1, np.int64))
+    added.append(ir.node("Unsqueeze", [added[0].outputs[0] if negative else scale, axes], name=f"{name}/Unsqueeze"))
     graph.insert_before(node, added)
     return added[-1].outputs[0]
 
 
 def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
     tensor = ir.tensor(array, name=name)
-    value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=tensor.shape)
+    value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
     graph.register_initializer(value)
     return value

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from onnxamp.ort.values import View
 from onnxamp.passes.assume import AssumePass
+from onnxamp.trainer.lowering import lower_gradient
 from onnxamp.trainer.program import Place, Program
 from onnxamp.training.manifest import GraphPorts
 
@@ -28,7 +29,7 @@ class Gradient:
     """
 
     def __init__(self, model: ir.Model, ports: GraphPorts, place: Place) -> None:
-        self._model = model
+        self._model = lower_gradient(model, place.config)
         self._ports = ports
         self._place = place
         self._first = next(port.name for port in ports.inputs if port.ref == "first")

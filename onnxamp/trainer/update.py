@@ -8,11 +8,10 @@ import functools
 
 import onnx_ir as ir
 
-from onnxamp.ort.session import SessionConfig, loads
 from onnxamp.passes.assume import AssumePass
-from onnxamp.passes.scaled_add import ScaledAddPass
 from onnxamp.trainer.arenas import Piece
 from onnxamp.trainer.device import processors
+from onnxamp.trainer.lowering import lower_update
 from onnxamp.trainer.program import Place, Program
 from onnxamp.training.manifest import GraphPorts
 
@@ -47,7 +46,7 @@ class Update:
                 model = model.clone()
                 AssumePass("ok", True)(model)
             place = dataclasses.replace(place, config=dataclasses.replace(place.config, provider="cpu", threads=1))
-            model = _lowered(model, place.config)
+            model = lower_update(model, place.config)
             elements = arenas.manifest.arena("master").elements
             chunk = max(_CHUNK, -(-elements // _PIECES // _CHUNK) * _CHUNK)
             self._pieces = arenas.pieces(chunk)
@@ -74,10 +73,3 @@ class Update:
     @functools.cached_property
     def _pool(self) -> concurrent.futures.ThreadPoolExecutor:
         return concurrent.futures.ThreadPoolExecutor(self._threads, "onnxamp-update")
-
-
-def _lowered(model: ir.Model, config: SessionConfig) -> ir.Model:
-    """The graph with the runtime's own operators, if this runtime has them (ONNX Runtime before 1.32 lacks GatedAdd)."""
-    lowered = model.clone()
-    ScaledAddPass()(lowered)
-    return lowered if loads(lowered, config) else model

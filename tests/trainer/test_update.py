@@ -5,6 +5,7 @@ import pytest
 
 from onnxamp.ort.session import SessionConfig
 from onnxamp.trainer import update
+from onnxamp.trainer.lowering import lower_update
 from onnxamp.trainer.trainer import Trainer
 from onnxamp.training import SGD, AdamW, RMSprop
 
@@ -26,9 +27,9 @@ def test_the_runtimes_own_operators_give_the_same_bits_in_place(bundle_maker, ba
 
     lowered = train()
     assert not lowered._update.refusals
-    graph = update._lowered(lowered.bundle.graphs["update"], SessionConfig("cpu", threads=1)).graph
+    graph = lower_update(lowered.bundle.graphs["update"], SessionConfig("cpu", threads=1)).graph
     assert "GatedAdd" in {node.op_type for node in graph}
-    monkeypatch.setattr(update, "_lowered", lambda model, config: model)
+    monkeypatch.setattr(update, "lower_update", lambda model, config: model)
     plain = train().parameters()
     for name, values in lowered.parameters().items():
         np.testing.assert_array_equal(values, plain[name])

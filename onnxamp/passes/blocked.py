@@ -1,0 +1,105 @@
+"""Convolutions in ONNX Runtime's blocked layout, for weights that change."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxamp.model.signatures import operator_name
+
+DOMAIN = "com.microsoft.nchwc"
+
+
+class BlockedConvPass(ir.passes.InPlacePass):
+    """Compute Conv in the layout [N, C/B, H, W, B] that ONNX Runtime's CPU kernels are fastest in.
+
+    ONNX Runtime does so itself where the weights are constants, which it reorders once. A graph that trains has them as inputs:
+
+    1. `Conv(x, w, b)` becomes `ReorderInput(x)` → blocked `Conv` with w as [M/B, C/B, kH, kW, B of C, B of M] → `ReorderOutput`,
+       where all is FP32, x has two spatial dimensions, `group` is 1, the channels M and C are multiples of B, and the kernel has more than
+       one element (a product of matrices is as fast).
+    2. Convolutions of one x share its `ReorderInput`.
+
+    Args:
+        block: B, what the runtime's kernels use on this machine (`ort.layouts.channel_block`).
+    """
+
+    def __init__(self, block: int) -> None:
+        super().__init__()
+        self.block = block
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        reordered: dict[ir.Value, ir.Value] = {}
+        suitable = [node for node in graph if operator_name(node) == "Conv" and self._suits(node)]
+        for node in suitable:
+            x, weight = node.inputs[:2]
+            assert x is not None and weight is not None  # noqa: PT018
+            if x not in reordered:
+                reorder = ir.node(
+                    "ReorderInput", [x], {"channels_last": 0}, domain=DOMAIN, name=f"{x.name}/ReorderInput"
+                )
+                graph.insert_before(node, reorder)
+                reordered[x] = _typed(reorder, x)
+            self._rewrite(graph, node, reordered[x], weight)
+        if suitable:
+            graph.opset_imports.setdefault(DOMAIN, 1)
+        return ir.passes.PassResult(model, modified=bool(suitable))
+
+    def _suits(self, node: ir.Node) -> bool:
+        x, weight = node.inputs[:2]
+        if x is None or weight is None or x.dtype != ir.DataType.FLOAT or x.shape is None or len(x.shape) != 4:
+            return False
+        if weight.shape is None or ir.convenience.get_const_tensor(weight) is not None:
+            return False
+        sizes = weight.shape.numpy() if weight.shape.is_static() else ()
+        return (
+            len(sizes) == 4
+            and math.prod(sizes[2:]) > 1
+            and all(size and size % self.block == 0 for size in sizes[:2])
+            and node.attributes.get_int("group", 1) == 1
+            and node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
+        )
+
+    def _rewrite(self, graph: ir.Graph, node: ir.Node, x: ir.Value, weight: ir.Value) -> None:
+        assert weight.shape is not None
+        outputs, inputs, height, width = weight.shape.numpy()
+        block, y = self.block, node.outputs[0]
+        name = y.name
+        split = _shape(graph, f"{name}/split", [outputs // block, block, inputs // block, block, height, width])
+        joined = _shape(graph, f"{name}/joined", [outputs, inputs, height, width])
+        apart = ir.node("Reshape", [weight, split], name=f"{name}/Reshape")
+        moved = ir.node("Transpose", apart.outputs, {"perm": [0, 2, 4, 5, 3, 1]}, name=f"{name}/Transpose")
+        blocked = ir.node("Reshape", [moved.outputs[0], joined], name=f"{name}/Reshape_1")
+        conv = ir.node(
+            "Conv",
+            [x, blocked.outputs[0], *node.inputs[2:]],
+            dict(node.attributes),
+            domain=DOMAIN,
+            name=f"{name}/Conv",
+        )
+        conv.outputs[0].name = f"{name}/blocked"
+        for fresh, like in ((apart, weight), (moved, weight), (blocked, weight), (conv, y)):
+            _typed(fresh, like, shaped=fresh in (blocked, conv))
+        graph.insert_before(node, [apart, moved, blocked, conv])
+        node.op_type, node.domain = "ReorderOutput", DOMAIN
+        node.attributes.clear()
+        node.attributes.add(ir.AttrInt64("channels", outputs))
+        node.attributes.add(ir.AttrInt64("channels_last", 0))
+        node.resize_inputs(1)
+        node.replace_input_with(0, conv.outputs[0])
+
+
+def _typed(node: ir.Node, like: ir.Value, *, shaped: bool = True) -> ir.Value:
+    value = node.outputs[0]
+    value.type, value.shape = like.type, like.shape if shaped else None
+    return value
+
+
+def _shape(graph: ir.Graph, name: str, sizes: list[int]) -> ir.Value:
+    tensor = ir.tensor(np.asarray(sizes, np.int64), name=name)
+    value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape([len(sizes)]))
+    graph.register_initializer(value)
+    return value
