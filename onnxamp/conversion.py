@@ -127,9 +127,14 @@ class ConvertResult:
         source, result = self.summary.traffic["source"], self.summary.traffic["result"]
         if result <= source or self.plan.options.level != "O2":
             return ()
+        nodes = self.plan.nodes.items()
+        islands = collections.Counter(operator_name(node) for node, chosen in nodes if chosen.code == codes.SENSITIVE)
+        lower = "".join(
+            f"--lower-op {name} if its range allows ({count} fp32 islands), " for name, count in islands.most_common(1)
+        )
         return (
-            f"The result moves more bytes than the source in the traffic model ({result:,} and {source:,}): its heavy nodes, inputs or "
-            "outputs lie alone between fp32 ones; use --io low, give real sizes with --dim, or leave the model in fp32.",
+            f"The result moves more bytes than the source in the traffic model ({result:,} and {source:,}), for the Casts around what has "
+            f"to be 16-bit or fp32: use {lower}--io low, or real sizes with --dim.",
         )
 
     def _held_by_opset(self) -> tuple[str, ...]:
