@@ -7,6 +7,7 @@ JSON and back without loss.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -242,7 +243,7 @@ class Manifest:
                 return tensor
         raise KeyError(key)
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the whole bundle: of this manifest, which holds that of the rest."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
