@@ -3,13 +3,14 @@
     python benchmarks/convert_speed.py [--write]
 
 `heavy`: MatMul, Add, Relu, Softmax in a chain. `free`: a chain without heavy node. `fan`: one value with a consumer for each node. Imports
-and the making of the graphs are not timed; each figure is processor time, the best of five (of two for 20,000 nodes): what else the
-machine does can only add. `--write` puts the table into benchmarks/results.
+and the making of the graphs are not timed; each figure is processor time, the best of five: what else the machine does can
+only add. `--write` puts the table into benchmarks/results.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import pathlib
 import platform
 import time
@@ -66,9 +67,10 @@ GRAPHS = {
 
 
 def seconds(source: onnx.ModelProto) -> float:
-    """The best of several conversions."""
+    """The best of five conversions."""
     times = []
-    for _ in range(5 if len(source.graph.node) < 20_000 else 2):
+    for _ in range(5):
+        gc.collect()  # the model before this one
         start = time.process_time()
         onnxamp.convert(source)
         times.append(time.process_time() - start)
