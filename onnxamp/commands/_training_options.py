@@ -12,7 +12,8 @@ from onnxamp.errors import UsageError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_LOSS = ("label_smoothing", "ignore_index", "class_weights", "probabilities", "class_axis", "pos_weight", "delta")
+_LOSS = ("label_smoothing", "ignore_index", "class_weights", "probabilities", "class_axis", "pos_weight", "delta", "beta",
+         "reduction", "log_target")  # fmt: skip
 _OPTIMIZER = ("lr", "weight_decay", "momentum", "dampening", "nesterov", "betas", "eps", "alpha", "centered")
 _SCHEDULE = ("total_steps", "start_factor", "end_factor", "eta_min", "power", "step_size", "gamma")
 _SCALE = ("init_scale", "growth_interval")
@@ -22,8 +23,10 @@ _RENAMED = {"class_weights": "weight", "class_axis": "axis"}
 _LENGTH = {"cosine": "T_max", "linear": "total_iters", "polynomial": "total_iters", "constant": "total_iters"}
 
 _OPTIONS = (
-    click.option("--loss", metavar="NAME", help="cross_entropy, binary_cross_entropy_with_logits, mse, l1, huber, or "
-                 "model_output if the model computes its loss."),
+    click.option("--loss", metavar="NAME|FILE", help="cross_entropy, nll, binary_cross_entropy_with_logits, kl_div, mse, l1, "
+                 "huber, smooth_l1, cosine, model_output if the model computes its loss, or an ONNX file that does."),
+    click.option("--loss-part", multiple=True, metavar="OUTPUT:NAME[,KEY=V...]",
+                 help="A loss of several that are added: its output, its name, its arguments, factor, labels; repeatable."),
     click.option("--output-name", metavar="NAME", help="The output that the loss reads, if the model has several."),
     click.option("--label-smoothing", type=float, help="Of cross_entropy."),
     click.option("--ignore-index", type=int, help="Label that counts nothing, of cross_entropy.  [default: -100]"),
@@ -32,6 +35,9 @@ _OPTIONS = (
     click.option("--class-axis", type=int, help="Class dimension of the logits.  [default: 1; of 3 what the model shows]"),
     click.option("--pos-weight", metavar="W[,W...]", help="Weight of positive answers, of the binary loss."),
     click.option("--delta", type=float, help="Of huber.  [default: 1]"),
+    click.option("--beta", type=float, help="Of smooth_l1.  [default: 1]"),
+    click.option("--reduction", type=click.Choice(["mean", "batchmean"]), help="Of kl_div.  [default: mean]"),
+    click.option("--log-target", is_flag=True, default=None, help="Labels of kl_div are logarithms."),
     click.option("--optimizer", default="adamw", show_default=True, metavar="NAME", help="sgd, adam, adamw or rmsprop."),
     click.option("--lr", type=float, help="Learning rate.  [default: PyTorch's]"),
     click.option("--weight-decay", type=float, help="Weight decay.  [default: PyTorch's]"),
@@ -64,6 +70,8 @@ _OPTIONS = (
                  help="Parameters with their own lr_factor and weight_decay."),
     click.option("--trainable", multiple=True, metavar="PATTERN", help="Train these parameters, whatever else is said."),
     click.option("--frozen", multiple=True, metavar="PATTERN", help="Keep these parameters as they are."),
+    click.option("--lora", metavar="rank=N,alpha=X,target=PATTERN",
+                 help="Train low-rank adapters of weights of MatMul, Gemm and Conv, and else only what --trainable names."),
     click.option("--batch-norm", default="auto", show_default=True, type=click.Choice(["auto", "freeze"]),
                  help="Batch statistics where the scale trains, or nowhere."),
     click.option("--overflow", default="window", show_default=True, type=click.Choice(["window", "micro"]),
@@ -108,21 +116,11 @@ def build_arguments(options: Mapping[str, Any], steps: int | None = None) -> dic
     """
     from onnxamp.training import choices
 
-    if not options.get("loss"):
-        raise UsageError("No loss is given: use --loss cross_entropy, mse, ... (see --help).")
-    loss = _given("loss", options, _LOSS)
-    if "weight" in loss:
-        loss["weight"] = _numbers(loss["weight"], "--class-weights")
-    if "pos_weight" in loss:
-        weights = _numbers(loss["pos_weight"], "--pos-weight")
-        loss["pos_weight"] = weights if len(weights) > 1 else weights[0]
-    if loss.pop("probabilities", None):
-        loss["target"] = "probabilities"
     optimizer = _given("optimizer", options, _OPTIMIZER)
     if "betas" in optimizer:
         optimizer["betas"] = _numbers(optimizer["betas"], "--betas")
     return {
-        "loss": choices.loss(loss),
+        "loss": _loss(options),
         "optimizer": choices.optimizer(optimizer),
         "schedule": _schedule(options, steps),
         "loss_scale": _scale(options),
@@ -132,16 +130,75 @@ def build_arguments(options: Mapping[str, Any], steps: int | None = None) -> dic
         "lower": options.get("lower_node") or (),
         **{
             name: options.get(name)
-            for name in ("clip_norm", "clip_value", "ema", "trainable", "frozen", "batch_norm", "overflow", "level", "dtype",
+            for name in ("clip_norm", "clip_value", "ema", "trainable", "frozen", "lora", "batch_norm", "overflow", "level", "dtype",
                          "target", "keep_op", "lower_op", "engine", "seed")
         },
     }  # fmt: skip
 
 
+def _loss(options: Mapping[str, Any]) -> object:
+    """The loss, the loss model, or the sum of losses."""
+    from onnxamp.training import LossModel, choices
+
+    parts = options.get("loss_part") or ()
+    if bool(parts) == bool(options.get("loss")):
+        raise UsageError(
+            "Give --loss or --loss-part, not both."
+            if parts
+            else "No loss is given: use --loss cross_entropy, mse, ... (see --help)."
+        )
+    loss = _given("loss", options, _LOSS)
+    if parts or str(loss["name"]).endswith(".onnx"):
+        if len(loss) > 1:
+            raise UsageError(
+                f"{'--loss-part' if parts else 'A loss model'} takes no --{list(loss)[1].replace('_', '-')}."
+            )
+        return choices.loss([_part(text) for text in parts]) if parts else LossModel(loss["name"])
+    if "weight" in loss:
+        loss["weight"] = _numbers(loss["weight"], "--class-weights")
+    if "pos_weight" in loss:
+        weights = _numbers(loss["pos_weight"], "--pos-weight")
+        loss["pos_weight"] = weights if len(weights) > 1 else weights[0]
+    if loss.pop("probabilities", None):
+        loss["target"] = "probabilities"
+    return choices.loss(loss)
+
+
+def _part(text: str) -> dict[str, object]:
+    """``OUTPUT:NAME,KEY=V,...`` as the mapping that `build` takes."""
+    output, colon, rest = text.rpartition(":")
+    name, *entries = rest.split(",")
+    if not colon or not output or not name:
+        raise UsageError(
+            f"--loss-part {text!r} is not OUTPUT:NAME[,KEY=V...]: write for example --loss-part boxes:smooth_l1,beta=0.5,factor=2."
+        )
+    part: dict[str, object] = {"output": output}
+    loss: dict[str, object] = {"name": name}
+    for entry in entries:
+        key, sign, value = entry.partition("=")
+        if not sign:
+            raise UsageError(f"--loss-part {text!r}: {entry!r} is not KEY=VALUE.")
+        target = part if key in ("factor", "labels") else loss
+        target[key] = _value(value) if key != "labels" else value
+    return {**part, "loss": loss}
+
+
+def _value(text: str) -> object:
+    """An argument of a loss: a whole number, a number, a truth value, numbers with ``/`` between them, or a word."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    if text in ("true", "false"):
+        return text == "true"
+    return _numbers(text.replace("/", ","), "--loss-part") if "/" in text else text
+
+
 def _given(kind: str, options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """The choice and those of its arguments that were given, by their Python names."""
     found = {_RENAMED.get(name, name): options[name] for name in names if _is_given(options.get(name))}
-    return {"name": options[kind], **found}
+    return {"name": options.get(kind), **found}
 
 
 def _is_given(value: object) -> bool:

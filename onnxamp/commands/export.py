@@ -12,7 +12,8 @@ import click
     onnxamp export run -o tuned.onnx
     onnxamp export run -o tuned.fp16.onnx --level O2
     onnxamp export run -o tuned.int8.onnx --int8 --data train.npz
-    onnxamp export run --state-dict tuned.safetensors"""
+    onnxamp export run --state-dict tuned.safetensors
+    onnxamp export run --adapter adapter.safetensors"""
 )
 @click.argument("run")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="The model file to write.")
@@ -47,6 +48,7 @@ import click
     type=click.Path(dir_okay=False),
     help="Write the parameters under the framework's names, if the run was begun with --like.",
 )
+@click.option("--adapter", type=click.Path(dir_okay=False), help="Write what --lora has trained as a file of its own.")
 @click.option("--force", is_flag=True, help="Overwrite files that exist.")
 def command(
     run: str,
@@ -60,6 +62,7 @@ def command(
     data: str | None,
     column: tuple[str, ...],
     state_dict: str | None,
+    adapter: str | None,
     force: bool,
 ) -> int:
     """Write the trained model of RUN: original names and structure, FP32 parameters, no node of training."""
@@ -72,13 +75,15 @@ def command(
     from onnxamp.trainer import export
     from onnxamp.trainer.run import Run
 
-    if output is None and state_dict is None:
-        raise UsageError("Nothing to write: give -o MODEL.onnx, --state-dict FILE.safetensors, or both.")
+    if output is None and state_dict is None and adapter is None:
+        raise UsageError(
+            "Nothing to write: give -o MODEL.onnx, --state-dict FILE.safetensors or --adapter FILE.safetensors."
+        )
     if int8 and not data:
         raise UsageError("--int8 takes ranges from data: add --data FILE.npz or a folder.")
     if int8 and level != "O0":
         raise UsageError("--int8 starts from FP32 parameters: leave --level out.")
-    check_outputs([path for path in (output, state_dict) if path], [], force, [data])
+    check_outputs([path for path in (output, state_dict, adapter) if path], [], force, [data])
     trained = export.load_trained(run, checkpoint)
     if output is not None:
         if int8:
@@ -95,4 +100,9 @@ def command(
         click.echo(f"{state_dict}: {len(names.tensors)} tensors trained")
         if names.absent:
             click.echo(f"copied from {names.original}: {', '.join(names.absent)}")
+    if adapter is not None:
+        from onnxamp.trainer.adapter import write_adapter
+
+        count = write_adapter(trained, Path(adapter), weights)
+        click.echo(f"{adapter}: {count} tensors, {Path(adapter).stat().st_size:,} bytes")
     return 0

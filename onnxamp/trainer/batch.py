@@ -35,16 +35,16 @@ class BatchCheck:
     Args:
         ports: The inputs of kind data, labels and weights.
         rows: Name of the input whose first size is the number of rows.
-        labels: Range of the labels, if the loss has index labels.
+        labels: What the loss expects of labels: their range, if they are indices.
         spare: Inputs of the user's model that nothing computes with; a batch may have them.
     """
 
     def __init__(
-        self, ports: Sequence[Port], rows: str, labels: Labels | None = None, spare: Collection[str] = ()
+        self, ports: Sequence[Port], rows: str, labels: Sequence[Labels] = (), spare: Collection[str] = ()
     ) -> None:
         self._ports = tuple(ports)
         self._rows = rows
-        self._labels = labels
+        self._labels = {one.name: one for one in labels}
         self._spare = frozenset(spare)
 
     def __call__(self, batch: Mapping[str, Any]) -> Batch:
@@ -75,8 +75,8 @@ class BatchCheck:
             array = np.asarray(batch[port.name])
             _check_form(port, array, sizes)
             feeds[port.name] = np.ascontiguousarray(array).reshape(array.shape)
-            if port.kind == "labels" and self._labels is not None:
-                _check_labels(port.name, array, self._labels)
+            if port.name in self._labels:
+                _check_labels(port.name, array, self._labels[port.name])
             if nan is None:
                 nan = _first_nan(port.name, array)
         rows = int(feeds[self._rows].shape[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from onnxamp.conversion import convert
 from onnxamp.errors import ModelError, UsageError
 from onnxamp.model import io
 from onnxamp.training.bundle import Bundle
+from onnxamp.training.lora import merge
+from onnxamp.training.loss_model import PREFIX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +53,38 @@ class Trained:
             UsageError: Unknown weights, or the bundle keeps no moving average.
         """
         manifest = self.bundle.manifest
-        if weights not in ("master", "ema"):
-            raise UsageError(f"Unknown weights {weights!r}: use master or ema.")
-        if not manifest.has_arena(weights):
-            raise UsageError("This bundle keeps no moving average of the parameters: build it with ema=0.999 or so.")
-        statistics = self.read("statistics") if manifest.has_arena("statistics") else {}
-        model = inference_model(self.bundle.model, {**self.read(weights), **statistics})
+        values = self.values(weights)
+        if manifest.adapters:
+            known = weights_of(self.bundle.model, {adapter.weight for adapter in manifest.adapters})
+            values = merge(manifest.adapters, values, known)
+        model = inference_model(self.bundle.model, values)
         if level == "O0":
             return model
         options = manifest.options
         steering = {name: options[name] for name in ("keep", "keep_op", "lower", "lower_op")}
         return convert(model, level=level, dtype=dtype, target=target or options["target"], **steering).model
+
+    def values(self, weights: str = "master") -> dict[str, NDArray[Any]]:
+        """Trained parameters and statistics by name, without those of a loss model.
+
+        Raises:
+            UsageError: Unknown weights, or the bundle keeps no moving average.
+        """
+        manifest = self.bundle.manifest
+        if weights not in ("master", "ema"):
+            raise UsageError(f"Unknown weights {weights!r}: use master or ema.")
+        if not manifest.has_arena(weights):
+            raise UsageError("This bundle keeps no moving average of the parameters: build it with ema=0.999 or so.")
+        found = {**self.read(weights), **(self.read("statistics") if manifest.has_arena("statistics") else {})}
+        judged = self.bundle.loss_model is not None
+        return {name: value for name, value in found.items() if not (judged and name.startswith(PREFIX))}
+
+    def loss_model(self, weights: str = "master") -> ir.Model | None:
+        """The user's loss model, with the parameters of it that train; None if the loss is none."""
+        if self.bundle.loss_model is None:
+            return None
+        values = {name[len(PREFIX) :]: value for name, value in self.read(weights).items() if name.startswith(PREFIX)}
+        return inference_model(self.bundle.loss_model, values)
 
 
 def inference_model(source: ir.Model, values: Mapping[str, NDArray[Any]]) -> ir.Model:
@@ -96,6 +119,13 @@ def inference_model(source: ir.Model, values: Mapping[str, NDArray[Any]]) -> ir.
                 node.attributes.pop("training_mode", None)
                 node.resize_outputs(1)
     return model
+
+
+def weights_of(model: ir.Model, names: Collection[str]) -> dict[str, NDArray[Any]]:
+    """Parameters of a model in FP32, by name."""
+    places = _places(model)
+    tensors = {name: _tensor(places[name]) for name in names if name in places}
+    return {name: tensor.numpy().astype(np.float32) for name, tensor in tensors.items() if tensor is not None}
 
 
 def _places(model: ir.Model) -> dict[str, ir.Value]:

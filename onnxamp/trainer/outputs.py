@@ -14,10 +14,18 @@ from onnxamp.training.bundle import Bundle
 
 
 def prediction(bundle: Bundle) -> ir.Value:
-    """The output that metrics compare with labels: the one that the loss reads, or the first if the model has its own loss."""
-    wanted = None if bundle.manifest.labels is None else bundle.manifest.options.get("output")
+    """The output that metrics compare with labels: the one that the (first) loss reads, or the first if the model has its own loss."""
+    manifest = bundle.manifest
+    parts = manifest.options.get("loss", {}).get("parts")
+    wanted = parts[0]["output"] if parts else manifest.options.get("output") if manifest.labels else None
     outputs = bundle.model.graph.outputs
     return next((value for value in outputs if value.name == wanted), outputs[0])
+
+
+def label_name(bundle: Bundle) -> str:
+    """The input that metrics compare `prediction` with."""
+    labels = bundle.manifest.labels
+    return labels[0].name if labels else "labels"
 
 
 def joined(parts: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, NDArray[Any]]:
@@ -43,12 +51,13 @@ def metric_options(bundle: Bundle) -> dict[str, Any]:
     """The keyword arguments of `metrics.metric` that fit a bundle's loss and output."""
     manifest = bundle.manifest
     loss = manifest.options.get("loss", {})
-    name = loss.get("name") if isinstance(loss, dict) else str(loss)
+    loss = loss["parts"][0]["loss"] if "parts" in loss else loss
+    name = loss.get("name")
     producer = prediction(bundle).producer()
     options: dict[str, Any] = {
         "binary": name == "binary_cross_entropy_with_logits",
         "probabilities": producer is not None and producer.op_type in ("Softmax", "Sigmoid"),
     }
-    if manifest.labels is not None and manifest.labels.ignore_index is not None:
-        options["ignore_index"] = manifest.labels.ignore_index
+    if manifest.labels and manifest.labels[0].ignore_index is not None:
+        options["ignore_index"] = manifest.labels[0].ignore_index
     return options

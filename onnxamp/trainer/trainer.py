@@ -27,7 +27,7 @@ from onnxamp.trainer.evaluator import Evaluator, without_loss
 from onnxamp.trainer.gradient import Gradient
 from onnxamp.trainer.inference import Trained
 from onnxamp.trainer.loop import Loop, StepResult, Window
-from onnxamp.trainer.outputs import joined, metric_options, prediction
+from onnxamp.trainer.outputs import joined, label_name, metric_options, prediction
 from onnxamp.trainer.program import Place, Program, Results, segment_scalars
 from onnxamp.trainer.update import Update
 from onnxamp.training.bundle import Bundle
@@ -238,14 +238,14 @@ class Trainer:
         for each in metrics:
             each.reset()
         totals = np.zeros(2)
-        output = prediction(self.bundle).name
+        output, label = prediction(self.bundle).name, label_name(self.bundle)
         for batch in [data] if isinstance(data, Mapping) else data:
-            if metrics and "labels" not in batch:
+            if metrics and label not in batch:
                 raise UsageError("Metrics compare with labels, and the data have none.")
             outputs = evaluator.run(self._check(batch))
             totals += evaluator.sums.read()
             for each in metrics:
-                each.update(outputs[output or ""], batch["labels"], batch.get("weights"))
+                each.update(outputs[output or ""], batch[label], batch.get("weights"))
         loss = float(totals[0] / totals[1]) if totals[1] else float("nan")
         values = self._of_rank_0(np.array([loss, *(each.value() for each in metrics)]))
         return dict(zip(["loss", *(each.name for each in metrics)], map(float, values), strict=True))
@@ -301,13 +301,13 @@ class Trainer:
             target: Whose kernels a converted model must have; that of the training by default.
             overwrite: Replace a file that is there.
         """
-        self._trained.export(path, level, dtype, weights=weights, target=target, overwrite=overwrite)
+        self.trained.export(path, level, dtype, weights=weights, target=target, overwrite=overwrite)
 
     def inference_model(
         self, level: str = "O0", dtype: str = "fp16", *, weights: str = "master", target: str | None = None
     ) -> ir.Model:
         """The model that `export` writes."""
-        return self._trained.model(level, dtype, weights=weights, target=target)
+        return self.trained.model(level, dtype, weights=weights, target=target)
 
     def nonfinite_gradients(self) -> list[str]:
         """Parameters whose gradient in the current or last window is not finite everywhere."""
@@ -409,7 +409,7 @@ class Trainer:
             role = "master" if weights == "working" else weights
             level, dtype = level or "O0", dtype or self.manifest.dtype
             model = self.inference_model(weights=role)
-            judge = self._trained.loss_model(role)
+            judge = self.trained.loss_model(role)
             graph, ports = evaluation_graph(model, self.manifest.options, level, dtype, judge)
             if level != "O0" and not self._device.computes_low:
                 graph = emulate(graph)
@@ -425,7 +425,8 @@ class Trainer:
         return weights == "ema"
 
     @property
-    def _trained(self) -> Trained:
+    def trained(self) -> Trained:
+        """The trained parameters, as `export` takes them."""
         return Trained(self.bundle, self._arenas.values)
 
     def _weight_sum(self, batch: Any) -> View:

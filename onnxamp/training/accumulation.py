@@ -14,8 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.training.fragment import BOOL, FLOAT, INT64, Fragment
-from onnxamp.training.losses import Terms
 from onnxamp.training.manifest import WINDOW, WINDOW_SIZE
+from onnxamp.training.objective import Objective
 
 _KEPT = ("bad_losses", "dropped", "dropped_rows")
 """Fields of the window that count micro-batches that were dropped."""
@@ -60,7 +60,7 @@ class Accumulation:
         count = op.Gather(self._window, np.asarray(WINDOW.index(field)), axis=0)
         return op.Cast(op.select(self.first, 0.0, count), to=INT64)
 
-    def judge(self, terms: Terms, gradients: Sequence[ir.Value]) -> None:
+    def judge(self, terms: Objective, gradients: Sequence[ir.Value]) -> None:
         """Decide about the micro-batch before anything of it is added."""
         if not self._micro:
             return
@@ -87,7 +87,7 @@ class Accumulation:
         kept.shape = before.shape
         self._built.give(kept, f"stat_work_out/{name}", "tensor", f"statistics_work/{name}", alias=f"stat_work/{name}")
 
-    def window(self, terms: Terms) -> None:
+    def window(self, terms: Objective) -> None:
         """Add the sums and counts."""
         op = self._built.op
         op.section("window")

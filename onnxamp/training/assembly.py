@@ -25,6 +25,11 @@ from onnxamp.training.forward import Forward, prepare
 from onnxamp.training.gradients import GradGraph, Task, eval_graph, grad_graph
 from onnxamp.training.groups import Group, group_of, make_groups
 from onnxamp.training.layout import Layout, Parameter, make_layout
+from onnxamp.training.lora import PREFIX as ADAPTED
+from onnxamp.training.lora import Lora, inject
+from onnxamp.training.lora import lora as make_lora
+from onnxamp.training.loss_model import PREFIX
+from onnxamp.training.losses import LossModel
 from onnxamp.training.manifest import Manifest
 from onnxamp.training.scaler import LossScale
 from onnxamp.training.steps import Recipe, reduce_graph, update_graph
@@ -53,6 +58,7 @@ def build(
     ema: float | None = None,
     seed: int = 0,
     output: str | None = None,
+    lora: Lora | Mapping[str, Any] | str | None = None,
     target: str = "ort-cuda",
     keep: str | Sequence[str] = (),
     keep_op: str | Sequence[str] = (),
@@ -64,7 +70,7 @@ def build(
 
     Args:
         model: A path, a `ModelProto` or an `ir.Model`; it is not changed.
-        loss: A loss of `onnxamp.training`, or its name for the defaults.
+        loss: A loss of `onnxamp.training`, or its name for the defaults; a list of `Part` for their sum.
         optimizer: An optimizer, or its name.
         level: ``O0`` (FP32), ``OD``, ``O1``, ``O2`` (low working copy, FP32 masters), ``O3`` (no masters).
         dtype: ``fp16`` or ``bf16``.
@@ -81,6 +87,7 @@ def build(
         ema: Decay of a moving average of the parameters, such as 0.999.
         seed: Seed of Dropout.
         output: The output that the loss reads, if there are several.
+        lora: Train low-rank adapters of some weights, and of the model only what `trainable` names: ``rank=8,alpha=16,target=PATTERN``.
         target: Whose kernels the graphs must have; see `onnxamp.convert`.
         keep: Patterns of nodes that stay fp32.
         keep_op: Operators that stay fp32.
@@ -120,6 +127,7 @@ def build(
         ema=ema,
         seed=seed,
         output=output,
+        lora=make_lora(lora),
         engine=engine,
     )
     return _build(io.load(model), arguments)
@@ -142,6 +150,7 @@ class _Arguments:
     ema: float | None
     seed: int
     output: str | None
+    lora: Lora | None
     engine: str
 
     def __post_init__(self) -> None:
@@ -168,25 +177,32 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
     if arguments.engine == "ort-training":
         ort_training.check(forward.model.graph)
     arguments = dataclasses.replace(arguments, loss=forward.loss)
+    adapters = inject(forward.model, arguments.lora, arguments.seed) if arguments.lora else ()
     found = classify(forward.model)
     chosen, frozen = _choose(forward, found, arguments)
     norms = _trained_norms(forward.model.graph, chosen, arguments.batch_norm)
     model, notes = forward.model, list(forward.notes)
     if arguments.amp.level != "O0":
-        converted = conversion.mixed(forward.model, arguments.amp)
+        amp = arguments.amp
+        if isinstance(forward.loss, LossModel):  # the loss is FP32 at every level
+            amp = dataclasses.replace(amp, keep=(*amp.keep, f"{PREFIX}*"))
+        converted = conversion.mixed(forward.model, amp)
         model = converted.model
-        if arguments.engine == "ort-training":  # its kernels of 16 bits are those of the CPU: each result is rounded instead
+        if (
+            arguments.engine == "ort-training"
+        ):  # its kernels of 16 bits are those of the CPU: each result is rounded instead
             model = ort_training.rounded(model)
         notes += converted.warnings
     task = Task(
         model=model,
         loss=arguments.loss,
-        prediction=forward.prediction,
+        predictions=forward.predictions,
         outputs=forward.outputs,
         rows=forward.rows,
         parameters=chosen,
         low=arguments.amp.level in ("O2", "O3"),
         trained_norms=frozenset(norms),
+        labels=forward.labels,
         drops_micro=arguments.overflow == "micro",
         engine=arguments.engine,
     )
@@ -232,11 +248,13 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
         options=_options(arguments),
         limits={"floor": arguments.scale.lowest, "patience": PATIENCE},
         notes=tuple(notes),
+        adapters=adapters,
     )
     graphs = {"grad": grad.model, "reduce": reduction, "update": update, "eval": evaluation}
     state = _state(forward.model.graph, layout, arguments)
     manifest = dataclasses.replace(manifest, content=content_digest(graphs, state, source))
-    return Bundle(graphs, state, manifest, source)
+    loss_model = io.load(forward.loss.model) if isinstance(forward.loss, LossModel) else None
+    return Bundle(graphs, state, manifest, source, loss_model=loss_model)
 
 
 def _choose(forward: Forward, found: Parameters, arguments: _Arguments) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -261,6 +279,10 @@ def _choose(forward: Forward, found: Parameters, arguments: _Arguments) -> tuple
             frozen[parameter.name] = "frozen by name"
         elif group.frozen:
             frozen[parameter.name] = f"frozen by group {group.title}"
+        elif isinstance(arguments.loss, LossModel) and parameter.name.startswith(PREFIX):
+            frozen[parameter.name] = "belongs to the loss"
+        elif arguments.lora is not None and not parameter.name.startswith(ADAPTED):
+            frozen[parameter.name] = "only adapters train"
         elif parameter.name in default:
             wanted.add(parameter.name)
         else:
@@ -368,6 +390,9 @@ def _options(arguments: _Arguments) -> dict[str, Any]:
         "ema": arguments.ema,
         "seed": arguments.seed,
         "output": arguments.output,
+        "lora": None
+        if arguments.lora is None
+        else {**dataclasses.asdict(arguments.lora), "target": list(arguments.lora.patterns)},
         "engine": arguments.engine,
     }
 

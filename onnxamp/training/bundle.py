@@ -19,6 +19,7 @@ import safetensors.numpy
 from onnxamp.errors import ModelError, RuntimeMissingError, UsageError
 from onnxamp.model import io
 from onnxamp.model.tensors import byte_blocks
+from onnxamp.training.choices import LOSS_MODEL
 from onnxamp.training.manifest import ITEM_SIZE, Manifest
 
 MANIFEST = "manifest.json"
@@ -36,6 +37,7 @@ class Bundle:
         manifest: Names, types, shapes, places.
         model: The user's model, as it was given.
         path: The folder that it was read from or written to.
+        loss_model: The user's loss model, as it was given, if the loss is one.
     """
 
     graphs: Mapping[str, ir.Model]
@@ -43,6 +45,7 @@ class Bundle:
     manifest: Manifest
     model: ir.Model
     path: pathlib.Path | None = None
+    loss_model: ir.Model | None = None
 
     @property
     def input_names(self) -> frozenset[str]:
@@ -100,6 +103,8 @@ class Bundle:
         for name, graph in self.graphs.items():
             io.save(graph, folder / self.manifest.graphs[name].file)
         io.save(self.model, folder / MODEL)
+        if self.loss_model is not None:
+            io.save(self.loss_model, folder / LOSS_MODEL)
         state = {key: np.ascontiguousarray(value).reshape(value.shape) for key, value in self.state.items()}
         safetensors.numpy.save_file(state, folder / STATE)
         (folder / STATE).chmod((folder / MANIFEST).stat().st_mode & 0o777)  # that of any new file, not 0600
@@ -117,6 +122,8 @@ class Bundle:
             "parameters": sum(tensor.size for tensor in masters),
             "trained_tensors": len(masters),
             "frozen_tensors": len(manifest.frozen),
+            "adapters": len(manifest.adapters),
+            "trained_bytes": sum(tensor.size for tensor in masters) * ITEM_SIZE["float32"],
             "low_copies": len(manifest.tensors_in("low")) if manifest.has_arena("low") else 0,
             "running_statistics": len(manifest.tensors_in("statistics")) if manifest.has_arena("statistics") else 0,
             "state_bytes": sum(arena.elements * ITEM_SIZE[arena.dtype] for arena in manifest.arenas),
@@ -136,7 +143,9 @@ class Bundle:
         if not (folder / MANIFEST).is_file():
             raise UsageError(f"{os.fspath(path)!r} is not a bundle: it has no {MANIFEST}.")
         manifest = Manifest.from_json((folder / MANIFEST).read_text(encoding="utf-8"))
-        for file in (*(graph.file for graph in manifest.graphs.values()), MODEL, STATE):
+        own_loss = manifest.options.get("loss", {}).get("name") == "loss_model"
+        extra = [LOSS_MODEL] if own_loss else []
+        for file in (*(graph.file for graph in manifest.graphs.values()), MODEL, STATE, *extra):
             if not (folder / file).is_file():
                 raise ModelError(f"The bundle {os.fspath(path)!r} has lost {file}: build it again.")
         try:
@@ -144,7 +153,8 @@ class Bundle:
         except (safetensors.SafetensorError, OSError, ValueError) as problem:
             raise ModelError(f"{os.fspath(folder / STATE)!r} is broken ({problem}): build the bundle again.") from None
         graphs = {name: io.load(folder / graph.file) for name, graph in manifest.graphs.items()}
-        return cls(graphs, state, manifest, io.load(folder / MODEL), folder)
+        loss_model = io.load(folder / LOSS_MODEL) if own_loss else None
+        return cls(graphs, state, manifest, io.load(folder / MODEL), folder, loss_model)
 
 
 def content_digest(graphs: Mapping[str, ir.Model], state: Mapping[str, np.ndarray], model: ir.Model) -> str:

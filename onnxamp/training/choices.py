@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from onnxamp.errors import UsageError
-from onnxamp.training.losses import LOSSES, Loss, ModelOutput
+from onnxamp.training.losses import COMPARING, LOSSES, AnyLoss, Loss, LossModel, Part, Sum
 from onnxamp.training.optimizers import OPTIMIZERS, Optimizer
 from onnxamp.training.scaler import PRESETS, DynamicLossScale, FixedLossScale, LossScale
 from onnxamp.training.schedules import SCHEDULES, Constant, Schedule
 
+LOSS_MODEL = "loss.onnx"
+"""What a bundle calls the file of its loss model."""
 SCALES: dict[str, type] = {"fixed": FixedLossScale, "dynamic": DynamicLossScale}
 _TABLES: dict[str, dict[str, type]] = {
     "loss": LOSSES,
@@ -25,9 +27,26 @@ Spec = object
 """An instance, a name that stands for the defaults, or a mapping with ``name`` and arguments."""
 
 
-def loss(spec: Spec) -> Loss | ModelOutput:
-    """The loss that `spec` means; raises UsageError for an unknown name or argument."""
-    return cast("Loss | ModelOutput", _choice("loss", spec))
+def loss(spec: Spec) -> AnyLoss:
+    """The loss that `spec` means; a list of parts is their sum. Raises UsageError for an unknown name or argument."""
+    if isinstance(spec, (list, tuple)):
+        spec = {"name": "sum", "parts": spec}
+    if isinstance(spec, Mapping) and spec.get("name") == "sum" and isinstance(spec.get("parts"), (list, tuple)):
+        spec = {**spec, "parts": tuple(_part(part) for part in spec["parts"])}
+    return cast("AnyLoss", _choice("loss", spec))
+
+
+def _part(spec: Spec) -> Part:
+    """A part of a sum from an instance, or a mapping with ``loss``, ``output`` and, if need be, ``factor`` and ``labels``."""
+    if isinstance(spec, Part):
+        return spec
+    known = [field.name for field in dataclasses.fields(Part)]
+    if not isinstance(spec, Mapping) or not {"loss", "output"} <= set(spec) <= set(known):
+        raise UsageError(f"A part of a sum of losses is a mapping of {', '.join(known)}, not {spec!r}.")
+    inner = _choice("loss", spec["loss"])
+    if type(inner) not in COMPARING.values():
+        raise UsageError(f"{spec['loss']!r} cannot be part of a sum: use {', '.join(COMPARING)}.")
+    return Part(cast("Loss", inner), **{key: value for key, value in spec.items() if key != "loss"})
 
 
 def optimizer(spec: Spec) -> Optimizer:
@@ -75,14 +94,23 @@ def to_json(value: object) -> dict[str, Any]:
     for table in _TABLES.values():
         for name, kind in table.items():
             if type(value) is kind:
-                result: dict[str, Any] = {"name": name}
-                for field in dataclasses.fields(cast("Any", value)):
-                    content = getattr(value, field.name)
-                    if dataclasses.is_dataclass(content):
-                        content = to_json(content)
-                    result[field.name] = list(content) if isinstance(content, tuple) else content
-                return result
+                return {"name": name, **_fields(value)}
     raise UsageError(f"{type(value).__name__} is no loss, optimizer, schedule or loss scale of onnxamp.")
+
+
+def _fields(value: object) -> dict[str, Any]:
+    """The arguments of an instance."""
+    if isinstance(value, LossModel):
+        return {"model": LOSS_MODEL}
+    if isinstance(value, Sum):
+        return {"parts": [{**_fields(part), "loss": to_json(part.loss)} for part in value.parts]}
+    result: dict[str, Any] = {}
+    for field in dataclasses.fields(cast("Any", value)):
+        content = getattr(value, field.name)
+        if dataclasses.is_dataclass(content):
+            content = to_json(content) if not isinstance(value, Part) else None
+        result[field.name] = list(content) if isinstance(content, tuple) else content
+    return result
 
 
 def _choice(kind: str, spec: Spec) -> object:

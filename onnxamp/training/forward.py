@@ -12,8 +12,21 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model import io, types
 from onnxamp.model.inlining import inline_float_functions
-from onnxamp.passes.integers import FoldIntegers
-from onnxamp.training.losses import BinaryCrossEntropyWithLogits, CrossEntropy, Loss, ModelOutput
+from onnxamp.passes.integers import FoldIntegers, settle
+from onnxamp.passes.reshapes import ConstantReshapes
+from onnxamp.passes.sequences import FoldSequences
+from onnxamp.training.loss_model import join
+from onnxamp.training.losses import (
+    NLL,
+    AnyLoss,
+    BinaryCrossEntropyWithLogits,
+    CrossEntropy,
+    Loss,
+    LossModel,
+    ModelOutput,
+    Sum,
+)
+from onnxamp.training.manifest import Labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,39 +35,63 @@ class Forward:
 
     Attributes:
         model: A private copy.
-        prediction: Name of the output that the loss reads (or that is the loss).
-        outputs: Names of the user's outputs; `prediction` may be another one.
+        predictions: Names of the outputs that the loss reads (or that are the loss), in its order.
+        outputs: Names of the user's outputs; the predictions may be others.
         rows: Name of the input whose first dimension counts rows.
         loss: The loss, with the class axis that the model shows.
         notes: What a user should know.
+        labels: The inputs that a loss model compares outputs with.
     """
 
     model: ir.Model
-    loss: Loss | ModelOutput
-    prediction: str
+    loss: AnyLoss
+    predictions: tuple[str, ...]
     outputs: tuple[str, ...]
     rows: str
     notes: tuple[str, ...]
+    labels: tuple[Labels, ...] = ()
 
 
-def prepare(source: ir.Model, loss: Loss | ModelOutput, output: str | None = None) -> Forward:
+def prepare(source: ir.Model, loss: AnyLoss, output: str | None = None) -> Forward:
     """A private copy of `source` in the form that training needs.
 
     1. It is in `training_form`.
-    2. The value that the loss reads is a graph output. A final Softmax (cross-entropy) or Sigmoid (binary cross-entropy) is
+    2. The values that the loss reads are graph outputs. A final Softmax (cross-entropy) or Sigmoid (binary cross-entropy) is
        left out: these losses read logits.
     3. The class dimension of three-dimensional logits is that of this Softmax, else the one that `class_axis` finds.
+    4. A loss model is joined, and its results are graph outputs.
 
     Raises:
-        UsageError: There is no such output, or several to choose from.
+        UsageError: There is no such output, or several to choose from; a loss model does not fit.
         UnsupportedError: The opset is below 13, or the model has no input with a dimension.
     """
     model = training_form(source)
-    outputs = tuple(str(value.name) for value in model.graph.outputs)
-    prediction, loss, notes = _prediction(model.graph, loss, output)
-    if not prediction.is_graph_output():
-        model.graph.outputs.append(prediction)
-    return Forward(model, loss, str(prediction.name), outputs, rows(model.graph), tuple(notes))
+    graph = model.graph
+    outputs = tuple(str(value.name) for value in graph.outputs)
+    counted = rows(graph)
+    notes: list[str] = []
+    labels: tuple[Labels, ...] = ()
+    predictions: tuple[ir.Value, ...]
+    if isinstance(loss, LossModel):
+        joined = join(model, training_form(loss.model))
+        predictions, labels = joined.outputs, joined.labels
+    elif isinstance(loss, Sum):
+        if output is not None:
+            raise UsageError("Each loss of a sum names its own output: leave out the other one.")
+        found = [_prediction(graph, part.loss, part.output) for part in loss.parts]
+        predictions = tuple(value for value, _, _ in found)
+        notes = list(dict.fromkeys(note for _, _, more in found for note in more))
+        parts = [dataclasses.replace(part, loss=one) for part, (_, one, _) in zip(loss.parts, found, strict=True)]
+        loss = Sum(tuple(parts))
+    elif isinstance(loss, ModelOutput):
+        predictions = (_model_output(graph, output or loss.output),)
+    else:
+        value, loss, notes = _prediction(graph, loss, output)
+        predictions = (value,)
+    for value in predictions:
+        if not value.is_graph_output():
+            graph.outputs.append(value)
+    return Forward(model, loss, tuple(str(v.name) for v in predictions), outputs, counted, tuple(notes), labels)
 
 
 def training_form(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Model:
@@ -85,7 +122,9 @@ def training_form(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -
         elif node.op_type == "Dropout" and node.domain == "" and len(node.inputs) > 2:
             node.resize_inputs(2)
     FoldIntegers()(model)
-    types.infer(model)
+    FoldSequences()(model)
+    settle(model)
+    ConstantReshapes()(model)
     return model
 
 
@@ -132,11 +171,9 @@ def _inference_batch_norm(node: ir.Node) -> None:
     node.attributes.pop("training_mode", None)
 
 
-def _prediction(
-    graph: ir.Graph, loss: Loss | ModelOutput, output: str | None
-) -> tuple[ir.Value, Loss | ModelOutput, list[str]]:
+def _output(graph: ir.Graph, wanted: str | None) -> ir.Value:
+    """The output of that name, or the only one."""
     names = [str(value.name) for value in graph.outputs]
-    wanted = output or (loss.name if isinstance(loss, ModelOutput) else None)
     if wanted is None:
         if len(names) != 1:
             raise UsageError(
@@ -145,13 +182,20 @@ def _prediction(
         wanted = names[0]
     if wanted not in names:
         raise UsageError(f"The model has no output {wanted!r}: it has {', '.join(names)}.")
-    value = graph.outputs[names.index(wanted)]
-    if isinstance(loss, ModelOutput):
-        if value.shape is None or any(dim != 1 for dim in value.shape):
-            raise UsageError(f"The output {wanted!r} is not a scalar, so it cannot be the loss: choose a loss for it.")
-        return value, loss, []
-    logits, final, notes = _logits(value, loss)
-    if isinstance(loss, CrossEntropy) and loss.axis is None and len(logits.shape or ()) == 3:
+    return graph.outputs[names.index(wanted)]
+
+
+def _model_output(graph: ir.Graph, wanted: str | None) -> ir.Value:
+    value = _output(graph, wanted)
+    if value.shape is None or any(dim != 1 for dim in value.shape):
+        raise UsageError(f"The output {value.name!r} is not a scalar, so it cannot be the loss: choose a loss for it.")
+    return value
+
+
+def _prediction(graph: ir.Graph, loss: Loss, output: str | None) -> tuple[ir.Value, Loss, list[str]]:
+    """The value that a loss reads for an output, the loss with its class dimension, and what to say about them."""
+    logits, final, notes = _logits(_output(graph, output), loss)
+    if isinstance(loss, (CrossEntropy, NLL)) and loss.axis is None and len(logits.shape or ()) == 3:
         found = (
             class_axis(logits)
             if final is None
@@ -160,7 +204,8 @@ def _prediction(
         if found is not None:
             axis, why = found
             loss = dataclasses.replace(loss, axis=axis)
-            notes.append(f"Dimension {axis} of {logits.name!r} is taken for the classes of cross_entropy: {why}.")
+            name = "cross_entropy" if isinstance(loss, CrossEntropy) else "nll"
+            notes.append(f"Dimension {axis} of {logits.name!r} is taken for the classes of {name}: {why}.")
     return logits, loss, notes
 
 
@@ -209,6 +254,12 @@ def _logits(value: ir.Value, loss: Loss) -> tuple[ir.Value, ir.Node | None, list
             flat = inner.inputs[0].producer()
             if flat is not None and flat.op_type == "Flatten" and flat.attributes.get_int("axis", 1) == 1:
                 node = inner
+    if isinstance(loss, NLL) and node.op_type == "LogSoftmax":
+        return value, node, []
+    if isinstance(loss, NLL) and node.op_type == "Softmax":
+        raise UsageError(
+            f"The output {value.name!r} is a Softmax, and nll reads log-probabilities: use cross_entropy, which reads what is before."
+        )
     if isinstance(loss, CrossEntropy) and node.op_type in ("Softmax", "LogSoftmax"):
         rank = len(value.shape or ())
         axis = node.attributes.get_int("axis", -1) % max(rank, 1)

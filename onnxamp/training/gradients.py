@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
@@ -14,8 +13,9 @@ from onnxamp.errors import UsageError
 from onnxamp.training import batch_norm, dropout, fragment, ort_training
 from onnxamp.training.accumulation import Accumulation
 from onnxamp.training.fragment import BOOL, FLOAT, INT64, Fragment
-from onnxamp.training.losses import Loss, ModelOutput, Terms
+from onnxamp.training.losses import AnyLoss, LossModel, ModelOutput
 from onnxamp.training.manifest import GraphPorts, Labels, Port
+from onnxamp.training.objective import Objective, objective
 from onnxamp.training.parameters import Entry, promote
 
 _RESERVED = ("labels", "weights")
@@ -28,26 +28,28 @@ class Task:
     Attributes:
         model: The model in mixed precision; each graph is made of a copy.
         loss: The loss.
-        prediction: Name of the output that it reads.
+        predictions: Names of the outputs that it reads.
         outputs: Names of the user's outputs.
         rows: Name of the input that counts rows.
         parameters: Names of the initializers that train.
         low: Read low copies of parameters that are cast (O2, O3).
         trained_norms: Names of the nodes of BatchNormalization that use batch statistics.
+        labels: The inputs that a loss model compares outputs with.
         engine: Who differentiates: ``native`` or ``ort-training``.
         drops_micro: A micro-batch with a gradient that is not finite is left out (overflow policy ``micro``).
     """
 
     model: ir.Model
-    loss: Loss | ModelOutput
-    prediction: str
+    loss: AnyLoss
+    predictions: tuple[str, ...]
     outputs: tuple[str, ...]
     rows: str
     parameters: tuple[str, ...]
     low: bool
-    trained_norms: frozenset[str]
+    trained_norms: frozenset[str] = frozenset()
     drops_micro: bool = False
     engine: str = "native"
+    labels: tuple[Labels, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,7 @@ class GradGraph:
     ports: GraphPorts
     entries: tuple[Entry, ...]
     statistics: tuple[tuple[str, tuple[int, ...]], ...]
-    labels: Labels | None
+    labels: tuple[Labels, ...]
 
 
 class _Graph:
@@ -78,13 +80,14 @@ class _Graph:
         graph = self.model.graph
         values = {str(value.name): value for value in graph.outputs}
         graph.outputs[:] = [values[name] for name in outputs]
-        self.prediction = values[task.prediction]
+        self.predictions = [values[name] for name in task.predictions]
         self.inputs: list[Port] = []
         self.results: list[Port] = []
+        labels = {one.name for one in task.labels}
         for value in graph.inputs:
-            if not isinstance(task.loss, ModelOutput) and value.name in _RESERVED:
+            if not isinstance(task.loss, (ModelOutput, LossModel)) and value.name in _RESERVED:
                 raise UsageError(f"The model has an input {value.name!r}, which is the loss's name: rename the input.")
-            self.inputs.append(_port(value, "data"))
+            self.inputs.append(_port(value, "labels" if value.name in labels else "data"))
         self.rows = next(value for value in graph.inputs if value.name == task.rows)
         self.entries = [promote(graph, graph.initializers[name], task.low) for name in task.parameters]
         _make_room(graph)
@@ -107,31 +110,10 @@ class _Graph:
         result = self.op.output(value, name)
         self.results.append(_port(result, kind, ref, alias))
 
-    def loss(self) -> tuple[Terms, Labels | None, ir.Value]:
-        """The loss block, what it expects, and the FP32 value that it reads."""
-        op, task = self.op, self.task
-        op.section("loss")
-        prediction = op.cast(self.prediction, FLOAT)
-        rows = op.count(self.rows, [0])
-        count = rows if isinstance(rows, ir.Value) else op.number(rows)
-        if isinstance(task.loss, ModelOutput):
-            scalar = op.Reshape(prediction, np.zeros(0, np.int64))
-            return (
-                Terms(op.Mul(scalar, count), count, lambda seed: self._scalar_seed(seed, count, prediction)),
-                None,
-                prediction,
-            )
-        labels = task.loss.labels(prediction)
-        kind = INT64 if labels.dtype == "int64" else FLOAT
-        target = self.take("labels", kind, labels.shape, "labels")
-        weights = self.take("weights", FLOAT, ("weights",), "weights")
-        size = op.dims(prediction)[0]
-        per_row = op.Expand(weights, op.dim(prediction, 0))
-        per_row.shape = ir.Shape([size])
-        return task.loss.terms(op, prediction, target, per_row), labels, prediction
-
-    def _scalar_seed(self, seed: ir.Value, count: ir.Value, prediction: ir.Value) -> ir.Value:
-        return self.op.reshape(self.op.Mul(seed, count), prediction)
+    def objective(self) -> Objective:
+        """The loss."""
+        self.op.section("loss")
+        return objective(self.op, self.task.loss, self.predictions, self.rows, self.take)
 
     def finish(self, file: str) -> tuple[ir.Model, GraphPorts]:
         graph = self.model.graph
@@ -160,7 +142,7 @@ def eval_graph(task: Task, statistics: Sequence[str] = (), file: str = "eval.onn
         value = built.take(f"stat/{name}", FLOAT, _static(initializer.shape), "tensor", f"statistics/{name}")
         initializer.replace_all_uses_with(value)
     built.add_parameters(built.entries)
-    terms, _, _ = built.loss()
+    terms = built.objective()
     built.give(terms.loss_sum, "amp.loss_sum", "result", "loss_sum")
     built.give(terms.weight_sum, "amp.weight_sum", "result", "weight_sum")
     return built.finish(file)
@@ -168,7 +150,7 @@ def eval_graph(task: Task, statistics: Sequence[str] = (), file: str = "eval.onn
 
 def grad_graph(task: Task) -> GradGraph:
     """Forward, loss, backward, accumulation."""
-    built = _Graph(task, [task.prediction])
+    built = _Graph(task, list(dict.fromkeys(task.predictions)))
     op, graph = built.op, built.model.graph
     accumulation = Accumulation(built, task.drops_micro)
     scale = built.take("amp.loss_scale", FLOAT, (), "tensor", "scalars/loss_scale")
@@ -180,18 +162,22 @@ def grad_graph(task: Task) -> GradGraph:
         if node.op_type == "BatchNormalization" and node.domain == "" and node.name in task.trained_norms
     ]
     graph.sort()
-    built.prediction = graph.outputs.pop()  # another value if the last node was replaced
+    read = dict(
+        zip(dict.fromkeys(task.predictions), graph.outputs, strict=True)
+    )  # others, if the last node was replaced
+    built.predictions = [read[name] for name in task.predictions]
+    graph.outputs.clear()
     op = built.op = Fragment(graph)  # knows nothing of nodes that are gone
-    terms, labels, prediction = built.loss()
+    terms = built.objective()
     op.section("loss")
-    seed = terms.backward(op.Div(scale, divisor))
+    seeds = terms.seeds(op.Div(scale, divisor))
     wrt = [value for entry in built.entries for value in (entry.master, entry.low) if value is not None]
     written = None
     if task.engine == "native":
-        slopes = backward(graph, {prediction: seed}, wrt)
+        slopes = backward(graph, seeds, wrt)
     else:
         written = [batch_norm.write_out(op, norm) for norm in norms]
-        slopes = ort_training.backward(built.model, {prediction: seed}, wrt)
+        slopes = ort_training.backward(built.model, seeds, wrt)
     op = built.op = Fragment(graph)  # sees the names that backward gave
     entries = [entry for entry in built.entries if entry.master in slopes or entry.low in slopes]
     built.add_parameters(entries)
@@ -211,7 +197,7 @@ def grad_graph(task: Task) -> GradGraph:
     mean = op.Div(terms.loss_sum, op.select(empty, 1.0, terms.weight_sum))
     built.give(op.select(empty, 0.0, mean), "amp.loss", "result", "loss")
     model, ports = built.finish("grad.onnx")
-    return GradGraph(model, ports, tuple(entries), statistics, labels)
+    return GradGraph(model, ports, tuple(entries), statistics, task.labels or terms.labels)
 
 
 def _make_room(graph: ir.Graph) -> None:
@@ -226,6 +212,8 @@ def _make_room(graph: ir.Graph) -> None:
             while name in taken:
                 name += "_"
             taken.add(name)
+            if value.const_value is not None:  # a renamed initializer renames its tensor, which is the user's
+                value.const_value = ir.Tensor(value.const_value.numpy(), value.const_value.dtype)
             value.name = name
 
 

@@ -169,19 +169,45 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """What the loss expects of `labels`, so that a program can check data before it runs them.
+    """What the loss expects of an input of kind ``labels``, so that a program can check data before it runs them.
 
     Attributes:
         dtype: Type of the labels.
         shape: Shape with named free sizes.
         classes: Number of classes for index labels, else None.
         ignore_index: Index that is no class and counts nothing, or None.
+        name: Name of the input.
     """
 
     dtype: str
     shape: Shape
     classes: int | None = None
     ignore_index: int | None = None
+    name: str = "labels"
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """A low-rank adapter: the weight is W + scale·A·B, in the form that `form` says.
+
+    Attributes:
+        weight: Name of W in the user's model; it does not train.
+        a: Name of A among the parameters.
+        b: Name of B.
+        form: ``matmul``: A is [inputs, rank], B [rank, outputs], and W [inputs, outputs] or `transposed`. ``conv``: A is [groups·rank,
+            channels / groups, ...], B [outputs, rank, 1...], and W is the sum over rank of B·A, group by group.
+        transposed: W is [outputs, inputs].
+        groups: Of a convolution.
+        scale: alpha / rank.
+    """
+
+    weight: str
+    a: str
+    b: str
+    form: str
+    transposed: bool = False
+    groups: int = 1
+    scale: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,13 +221,14 @@ class Manifest:
         arenas: All arenas, in allocation order.
         tensors: All state tensors.
         segments: Partition of the parameter arenas.
-        labels: What the loss expects; None if the model computes its own loss.
+        labels: What the loss expects of each input of kind ``labels``; empty if the model computes its own loss.
         rows: Name of the input whose first size is the number of rows of a micro-batch.
         frozen: Float parameters that stay as they are, with the reason.
         options: The arguments of `build` in canonical JSON form: loss, optimizer, schedule, loss_scale, groups, ...
         limits: ``floor`` (lowest loss scale) and ``patience`` (windows skipped in a row at the floor before a run should
             stop).
         notes: Sentences a user should see (logits used instead of a final Softmax, parameters without gradient, ...).
+        adapters: Low-rank adapters of weights that do not train.
         content: SHA-256 of graphs, state and model, so that the manifest stands for the whole bundle.
         version: Format version.
     """
@@ -212,12 +239,13 @@ class Manifest:
     arenas: tuple[Arena, ...]
     tensors: tuple[StateTensor, ...]
     segments: tuple[Segment, ...]
-    labels: Labels | None
+    labels: tuple[Labels, ...]
     rows: str
     frozen: Mapping[str, str] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
     content: str = ""
     version: int = VERSION
 
@@ -274,12 +302,13 @@ class Manifest:
                 arenas=tuple(Arena(**arena) for arena in raw["arenas"]),
                 tensors=tuple(StateTensor(**{**t, "shape": tuple(t["shape"])}) for t in raw["tensors"]),
                 segments=tuple(Segment(**segment) for segment in raw["segments"]),
-                labels=_labels(raw["labels"]),
+                labels=tuple(Labels(**{**labels, "shape": tuple(labels["shape"])}) for labels in raw["labels"]),
                 rows=raw["rows"],
                 frozen=raw["frozen"],
                 options=raw["options"],
                 limits=raw["limits"],
                 notes=tuple(raw["notes"]),
+                adapters=tuple(Adapter(**adapter) for adapter in raw["adapters"]),
                 content=raw["content"],
             )
         except (KeyError, TypeError, ValueError, AttributeError) as problem:
@@ -295,7 +324,3 @@ def _port(raw: dict[str, Any]) -> Port:
 
 def _graph(raw: dict[str, Any]) -> GraphPorts:
     return GraphPorts(raw["file"], tuple(map(_port, raw["inputs"])), tuple(map(_port, raw["outputs"])))
-
-
-def _labels(raw: dict[str, Any] | None) -> Labels | None:
-    return None if raw is None else Labels(**{**raw, "shape": tuple(raw["shape"])})

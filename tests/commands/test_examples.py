@@ -15,3 +15,12 @@ def test_the_regression(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("after: ")
+
+
+def test_the_adapter(tmp_path):
+    """Within a point of full fine-tuning, for a fifth of what trains."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLES / "adapter.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'adapter bytes': 19636" in done.stdout

@@ -167,7 +167,7 @@ def make_bundle(optimizer=None, scale=None, *, unsafe: bool = False) -> Bundle:
         arenas=layout.arenas,
         tensors=layout.tensors,
         segments=tuple(dataclasses.replace(s, scalars={"lr_factor": 1.0}) for s in layout.segments),
-        labels=Labels("float32", ("n", 2)),
+        labels=(Labels("float32", ("n", 2)),),
         rows="x",
         limits={"floor": scale.lowest, "patience": 50},
     )

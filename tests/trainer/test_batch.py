@@ -14,7 +14,7 @@ PORTS = (
     Port("labels", "int64", ("n",), "labels"),
     Port("weights", "float32", ("k",), "weights"),
 )
-CHECK = BatchCheck(PORTS, "x", Labels("int64", ("n",), classes=4, ignore_index=-100))
+CHECK = BatchCheck(PORTS, "x", [Labels("int64", ("n",), classes=4, ignore_index=-100)])
 
 
 def _batch(**changes):

@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
+from onnxamp import training
 from onnxamp.commands._training_options import OPTION_NAMES, build_arguments, training_options
 from onnxamp.commands.build import command
 from onnxamp.errors import AmpError, UsageError
@@ -149,3 +150,37 @@ def test_build_refuses(file, tmp_path):
         result = CliRunner().invoke(command, [file, *arguments, "-o", str(tmp_path / "b")], standalone_mode=False)
         assert isinstance(result.exception, AmpError)
         assert not (tmp_path / "b").exists()
+
+
+def test_losses_as_flags():
+    """Arguments of the losses, a file, and parts of a sum."""
+    loss = build_arguments({"loss": "kl_div", "reduction": "batchmean", "log_target": True, "optimizer": "sgd"})["loss"]
+    assert loss == training.KLDiv("batchmean", True)
+    assert build_arguments({"loss": "judge.onnx", "optimizer": "sgd"})["loss"] == training.LossModel("judge.onnx")
+    parts = ("a:b:smooth_l1,beta=0.5,factor=2", "kinds:cross_entropy,weight=1/2,ignore_index=0,labels=y")
+    assert build_arguments({"loss_part": parts, "optimizer": "sgd"})["loss"] == training.Sum(
+        (
+            training.Part(training.SmoothL1(0.5), "a:b", 2),
+            training.Part(training.CrossEntropy(weight=(1.0, 2.0), ignore_index=0), "kinds", labels="y"),
+        )
+    )
+    for bad, sentence in (
+        ({"loss": "mse", "loss_part": parts}, "not both"),
+        ({"loss_part": ("mse",)}, "OUTPUT:NAME"),
+        ({"loss_part": ("y:mse,factor",)}, "KEY=VALUE"),
+        ({"loss": "judge.onnx", "delta": 2.0}, "A loss model takes no --delta"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            build_arguments({**bad, "optimizer": "sgd"})
+
+
+def test_what_a_fixed_loss_scale_does_with_an_overflow():
+    def scale(**options):
+        return build_arguments({"loss": "mse", "optimizer": "sgd", **options})["loss_scale"]
+
+    assert scale(loss_scale="128", drop_overflow_update=False) == training.FixedLossScale(
+        128.0, drop_overflow_update=False
+    )
+    assert scale(loss_scale="dynamic", drop_overflow_update=True) == training.DynamicLossScale()
+    with pytest.raises(UsageError, match="belongs to a fixed loss scale"):
+        scale(loss_scale="dynamic", drop_overflow_update=False)

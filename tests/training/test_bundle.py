@@ -367,7 +367,7 @@ def test_a_scalar_output_is_the_loss(export, drive):
     net = Net()
     model = export(net, torch.randn(2, 5), torch.randn(2, 1))
     bundle = build(model, loss="model_output", optimizer=SGD(lr=0.1), level="O0")
-    assert bundle.manifest.labels is None
+    assert bundle.manifest.labels == ()
     x, t = torch.randn(6, 5), torch.randn(6, 1)
     whole, parts = drive(bundle), drive(bundle, accumulate=2)
     report = whole.step({"x0": x.numpy(), "x1": t.numpy()})

@@ -122,7 +122,7 @@ def test_trains_the_new_head_alone(export, drive):
     bundle = build(model, loss="cross_entropy", optimizer="adamw", frozen="*", trainable="2.*", level="O0")
     assert [tensor.name for tensor in bundle.manifest.tensors_in("master")] == ["2.weight", "2.bias"]
     assert set(bundle.manifest.frozen) == {"0.weight", "0.bias"}
-    assert bundle.manifest.labels.classes == 4
+    assert bundle.manifest.labels[0].classes == 4
     driver = drive(bundle)
     rng = np.random.default_rng(0)
     batch = {"x0": rng.normal(size=(8, 5)).astype(np.float32), "labels": rng.integers(0, 4, 8)}

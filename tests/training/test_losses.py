@@ -12,7 +12,18 @@ import torch.nn.functional as F
 from onnxamp.errors import UsageError
 from onnxamp.training.forward import prepare
 from onnxamp.training.fragment import FLOAT, INT64
-from onnxamp.training.losses import L1, MSE, BinaryCrossEntropyWithLogits, CrossEntropy, Huber
+from onnxamp.training.losses import (
+    COMPARING,
+    L1,
+    MSE,
+    NLL,
+    BinaryCrossEntropyWithLogits,
+    CosineEmbedding,
+    CrossEntropy,
+    Huber,
+    KLDiv,
+    SmoothL1,
+)
 
 WEIGHTS = (0.5, 2.0, 0.0, 1.5)
 
@@ -31,6 +42,14 @@ def _indices(*shape, ignored=True, classes=4):
 def _probabilities(*shape, axis=1):
     raw = np.random.default_rng(2).random(shape).astype(np.float32)
     return raw / raw.sum(axis, keepdims=True)
+
+
+def _logs(*shape, axis=1):
+    return np.log(_probabilities(*shape, axis=axis) + 1e-3)
+
+
+def _one_hot(rows, classes):
+    return np.eye(classes, dtype=np.float32)[_indices(rows, ignored=False, classes=classes)]
 
 
 CASES = {
@@ -67,6 +86,20 @@ CASES = {
     "l1": (L1(), _logits(8, 3), _logits(8, 3)[::-1].copy()),
     "huber": (Huber(), _logits(8, 3), _logits(8, 3)[::-1].copy()),
     "huber, delta": (Huber(delta=0.3), _logits(8, 3), _logits(8, 3)[::-1].copy()),
+    "smooth_l1": (SmoothL1(), _logits(8, 3), _logits(8, 3)[::-1].copy()),
+    "smooth_l1, beta": (SmoothL1(beta=2.5), _logits(8, 3), _logits(8, 3)[::-1].copy()),
+    "smooth_l1, beta 0": (SmoothL1(beta=0), _logits(8, 3), _logits(8, 3)[::-1].copy()),
+    "nll": (NLL(), _logs(8, 4), _indices(8)),
+    "nll, weights": (NLL(weight=WEIGHTS, ignore_index=1), _logs(8, 4), _indices(8, ignored=False)),
+    "nll of pixels": (NLL(), _logs(2, 4, 3, 5), _indices(2, 3, 5)),
+    "nll of tokens": (NLL(axis=-1), _logs(3, 5, 4, axis=2), _indices(3, 5)),
+    "kl_div": (KLDiv(), _logs(8, 4), _probabilities(8, 4)),
+    "kl_div, batchmean": (KLDiv(reduction="batchmean"), _logs(8, 4), _one_hot(8, 4)),
+    "kl_div, logs": (KLDiv(log_target=True), _logs(8, 4), np.log(_probabilities(8, 4))),
+    "kl_div of maps": (KLDiv(), _logs(4, 4, 3), _probabilities(4, 4, 3)),
+    "cosine": (CosineEmbedding(), _logits(8, 5), _logits(8, 5)[::-1].copy()),
+    "cosine of tokens": (CosineEmbedding(), _logits(4, 3, 5), _logits(4, 3, 5)[::-1].copy()),
+    "cosine of nothing": (CosineEmbedding(), _logits(8, 5) * (np.arange(8) > 1)[:, None], _logits(8, 5)[::-1].copy()),
 }
 
 
@@ -83,6 +116,20 @@ def _torch(loss, x, y, reduction="mean"):
             label_smoothing=loss.label_smoothing,
             reduction=reduction,
         )
+    if isinstance(loss, NLL):
+        weight = None if loss.weight is None else torch.tensor(loss.weight, dtype=x.dtype)
+        axis = 1 if loss.axis is None else loss.axis
+        return F.nll_loss(x.movedim(axis, 1), y, weight=weight, ignore_index=loss.ignore_index, reduction=reduction)
+    if isinstance(loss, KLDiv):
+        total = F.kl_div(
+            x, y, reduction="sum", log_target=loss.log_target
+        )  # of "mean" PyTorch warns that it may change
+        return total / (len(x) if loss.reduction == "batchmean" else x.numel())
+    if isinstance(loss, CosineEmbedding):
+        x, y = (value.reshape(-1, value.shape[-1]) for value in (x, y))
+        return F.cosine_embedding_loss(x, y, torch.ones(len(x), dtype=x.dtype))
+    if isinstance(loss, SmoothL1):
+        return F.smooth_l1_loss(x, y, beta=loss.beta, reduction=reduction)
     if isinstance(loss, BinaryCrossEntropyWithLogits):
         pos = None if loss.pos_weight is None else torch.tensor(loss.pos_weight, dtype=x.dtype)
         return F.binary_cross_entropy_with_logits(x, y, pos_weight=pos, reduction=reduction)
@@ -123,13 +170,13 @@ def test_equals_torch(evaluate, name, free):
 
 
 def test_the_table_covers_every_loss():
-    assert len(CASES) == 25
-    assert {type(loss) for loss, _, _ in CASES.values()} == {CrossEntropy, BinaryCrossEntropyWithLogits, MSE, L1, Huber}
+    assert len(CASES) == 39
+    assert {type(loss) for loss, _, _ in CASES.values()} == set(COMPARING.values())
 
 
 @pytest.mark.parametrize("opset", [13, 15, 18, 21])
 def test_opsets(evaluate, opset):
-    for name in ("class weights and smoothing", "binary, pos_weights", "huber"):
+    for name in ("class weights and smoothing", "binary, pos_weights", "huber", "nll, weights", "kl_div", "cosine"):
         loss, x, y = CASES[name]
         assert np.isclose(_run(evaluate, loss, x, y, opset=opset)[0], _run(evaluate, loss, x, y)[0])
 
@@ -159,7 +206,8 @@ def test_sums_add_up(evaluate, name):
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_row_without_weight_leaves_no_trace(evaluate, bad):
-    for name in ("indices", "probabilities", "binary", "mse", "l1", "huber"):
+    names = ("indices", "probabilities", "binary", "mse", "l1", "huber", "smooth_l1", "nll", "kl_div", "cosine")
+    for name in names:
         loss, x, y = CASES[name]
         poisoned = x.copy()
         poisoned[2] = bad
@@ -207,6 +255,11 @@ def test_what_a_loss_expects():
         (lambda v: CrossEntropy(target="onehot"), "indices or probabilities"),
         (lambda v: CrossEntropy(weight=(-1.0,)), "not negative"),
         (lambda v: Huber(delta=0), "positive"),
+        (lambda v: SmoothL1(beta=-1), "not be negative"),
+        (lambda v: KLDiv(reduction="sum"), "mean or batchmean"),
+        (lambda v: NLL().labels(v("batch", 5, 5)), "classes of nll"),
+        (lambda v: NLL(weight=(1.0,)).labels(v("batch", 5)), "nll has 1 class weights"),
+        (lambda v: CosineEmbedding().labels(v("batch")), "cosine needs at least 2"),
     ],
 )
 def test_bad_arguments(make, sentence):
@@ -240,7 +293,7 @@ def test_class_dimension_of_three_comes_from_the_model(inputs, body, axis):
     if axis is None:
         forward = prepare(source, CrossEntropy())
         with pytest.raises(UsageError, match="Dimension 1 or 2"):
-            forward.loss.labels(next(v for v in forward.model.graph.outputs if v.name == forward.prediction))
+            forward.loss.labels(next(v for v in forward.model.graph.outputs if v.name == forward.predictions[0]))
         assert prepare(source, CrossEntropy(axis=1)).loss.axis == 1
         return
     forward = prepare(source, CrossEntropy())

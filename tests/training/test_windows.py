@@ -69,6 +69,10 @@ LOSSES = {
     "mse": ("floats", {}),
     "l1": ("floats", {}),
     "huber": ("floats", {}),
+    "smooth_l1": ("floats", {"name": "smooth_l1", "beta": 0.3}),
+    "nll": ("indices", {"name": "nll", "weight": [1, 2, 0.5, 0]}),
+    "kl_div": ("floats", {"name": "kl_div", "reduction": "batchmean"}),
+    "cosine": ("floats", {}),
 }
 
 

@@ -1,0 +1,241 @@
+"""Low-rank adapters: train W + s·A·B with W fixed (Hu et al., "LoRA", arXiv:2106.09685).
+
+An adapter stands beside its node: y = x·W + s·(x·A)·B with s = alpha / rank, so that nothing of W's size is ever differentiated. For a
+convolution A is a convolution of the same form to `rank` channels (per group) and B one of size 1. A starts as PyTorch's default for
+linear layers, uniform within 1/√fan_in, and B as zeros: the adapted model begins as the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from onnxamp.errors import UsageError
+from onnxamp.model import types
+from onnxamp.policy.options import matches
+from onnxamp.training.manifest import Adapter
+
+PREFIX = "lora/"
+_FLOAT = ir.DataType.FLOAT
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Which weights get an adapter, and how large it is.
+
+    Attributes:
+        rank: Columns of A and rows of B.
+        alpha: Numerator of the scale alpha / rank.
+        target: Pattern of names of weights or of their nodes (MatMul, Gemm, Conv); several in a tuple.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    target: str | tuple[str, ...] = "*"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise UsageError(f"rank of lora is {self.rank}: it must be a whole number of at least 1.")
+        if not (self.alpha > 0 and math.isfinite(self.alpha)):
+            raise UsageError(f"alpha of lora is {self.alpha}: it must be a finite number above 0.")
+        if not isinstance(self.target, str):
+            object.__setattr__(self, "target", tuple(self.target))
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of `target`."""
+        return (self.target,) if isinstance(self.target, str) else self.target
+
+
+def lora(spec: Lora | Mapping[str, Any] | str | None) -> Lora | None:
+    """Adapters from an instance, a mapping, or text such as ``rank=8,alpha=16,target=*attn*`` (`target` comes last).
+
+    Raises:
+        UsageError: `spec` means nothing.
+    """
+    if spec is None or isinstance(spec, Lora):
+        return spec
+    if isinstance(spec, str):
+        head, found, target = spec.partition("target=")
+        entries = [entry.partition("=") for entry in head.rstrip(",").split(",") if entry]
+        try:
+            values: dict[str, Any] = {key: {"rank": int, "alpha": float}[key](value) for key, _, value in entries}
+        except (KeyError, ValueError):
+            raise UsageError(f"--lora {spec!r} is not rank=N,alpha=X,target=PATTERN.") from None
+        spec = {**values, **({"target": target} if found else {})}
+    known = [field.name for field in dataclasses.fields(Lora)]
+    if not isinstance(spec, Mapping) or not set(spec) <= set(known):
+        raise UsageError(f"lora takes {', '.join(known)}, not {spec!r}.")
+    return Lora(**{key: tuple(value) if isinstance(value, list) else value for key, value in spec.items()})
+
+
+def inject(model: ir.Model, options: Lora, seed: int) -> tuple[Adapter, ...]:
+    """Put adapters beside the nodes that `options` names, in place; nodes that share a weight share its adapter.
+
+    Args:
+        model: The model in training form.
+        options: Which and how large.
+        seed: Of the initial A.
+
+    Raises:
+        UsageError: A pattern matches no weight that can have one.
+    """
+    graph = model.graph
+    possible = [(node, found) for node in graph if (found := _adaptable(node)) is not None]
+    for pattern in options.patterns:
+        if not any(_named(pattern, node, adapter) for node, adapter in possible):
+            names = ", ".join(dict.fromkeys(adapter.weight for _, adapter in possible))
+            raise UsageError(
+                f"No weight of a MatMul, Gemm or Conv matches lora's target {pattern!r}; there are {names or 'none'}."
+            )
+    adapters: dict[str, Adapter] = {}
+    for node, found in possible:
+        if not any(_named(pattern, node, found) for pattern in options.patterns):
+            continue
+        adapter = dataclasses.replace(found, scale=options.alpha / options.rank)
+        known = adapters.setdefault(adapter.weight, adapter)
+        if known != adapter:
+            continue  # used in another form too: those nodes would need another adapter of the same weight
+        _insert(graph, node, adapter, options.rank, seed)
+    graph.sort()
+    types.infer(model)
+    return tuple(adapters.values())
+
+
+def merged(adapter: Adapter, weight: NDArray[Any], a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.float32]:
+    """W + s·A·B in the form of W, computed in FP64 and rounded once."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    if adapter.form == "conv":
+        groups = adapter.groups
+        down = a.reshape(groups, -1, *a.shape[1:])
+        up = b.reshape(groups, -1, down.shape[1])
+        delta = np.einsum("gor,gr...->go...", up, down).reshape(weight.shape)
+    else:
+        delta = a @ b
+        delta = delta.T if adapter.transposed else delta
+    if delta.shape != weight.shape:
+        raise UsageError(
+            f"The adapter of {adapter.weight!r} is for a weight of shape {list(delta.shape)}, and the model's has {list(weight.shape)}."
+        )
+    return np.asarray(weight.astype(np.float64) + adapter.scale * delta, np.float32)
+
+
+def merge(
+    adapters: Sequence[Adapter], values: Mapping[str, NDArray[Any]], weights: Mapping[str, NDArray[Any]]
+) -> dict[str, NDArray[Any]]:
+    """The parameters of the plain model: adapters become part of their weights, other values stay.
+
+    Args:
+        adapters: The adapters.
+        values: Trained tensors by name, those of the adapters included.
+        weights: Weights of the model as it was; a trained one of `values` comes first.
+
+    Raises:
+        UsageError: A weight is not there, or has another shape.
+    """
+    result = {name: value for name, value in values.items() if not name.startswith(PREFIX)}
+    for adapter in adapters:
+        before = result.get(adapter.weight, weights.get(adapter.weight))
+        if before is None:
+            raise UsageError(
+                f"The model has no weight {adapter.weight!r}, for which there is an adapter: is it the right model?"
+            )
+        result[adapter.weight] = merged(adapter, before, values[adapter.a], values[adapter.b])
+    return result
+
+
+def _named(pattern: str, node: ir.Node, adapter: Adapter) -> bool:
+    return matches(pattern, adapter.weight) or matches(pattern, str(node.name))
+
+
+def _adaptable(node: ir.Node) -> Adapter | None:
+    """The adapter that a node could have: its second operand is a float weight, as it is or transposed."""
+    if node.domain != "" or node.op_type not in ("MatMul", "Gemm", "Conv"):
+        return None
+    value, turned = node.inputs[1], False
+    while value is not None and not value.is_initializer():
+        producer = value.producer()
+        if producer is None or producer.domain != "" or producer.op_type not in ("Identity", "Cast", "Transpose"):
+            return None
+        if producer.op_type == "Transpose":
+            turned = not turned
+        value = producer.inputs[0]
+    if value is None or value.shape is None or value.dtype is None or not value.dtype.is_floating_point():
+        return None
+    rank = len(value.shape)
+    name = str(value.name)
+    if node.op_type == "Conv":
+        groups = node.attributes.get_int("group", 1)
+        return (
+            None
+            if turned or rank < 3
+            else Adapter(name, f"{PREFIX}{name}/A", f"{PREFIX}{name}/B", "conv", False, groups)
+        )
+    if rank != 2 or (node.op_type == "Gemm" and node.attributes.get_int("transA", 0)):
+        return None
+    if node.op_type == "Gemm" and node.attributes.get_int("transB", 0):
+        turned = not turned
+    return Adapter(name, f"{PREFIX}{name}/A", f"{PREFIX}{name}/B", "matmul", turned)
+
+
+def _insert(graph: ir.Graph, node: ir.Node, adapter: Adapter, rank: int, seed: int) -> None:
+    weight = graph.initializers[adapter.weight]
+    x, y = node.inputs[0], node.outputs[0]
+    assert x is not None and weight.shape is not None and weight.dtype is not None  # noqa: PT018
+    dims = [int(size) for size in weight.shape.numpy()]
+    if adapter.form == "conv":
+        groups = adapter.groups
+        down, up = [groups * rank, *dims[1:]], [dims[0], rank, *[1] * (len(dims) - 2)]
+        fan_in = math.prod(dims[1:])
+    else:
+        inputs, outputs = dims[::-1] if adapter.transposed else dims
+        down, up, fan_in = [inputs, rank], [rank, outputs], inputs
+    rng = np.random.default_rng([zlib.crc32(adapter.weight.encode()), seed % 2**64])
+    dtype = weight.dtype.numpy()
+    a = _parameter(graph, adapter.a, rng.uniform(-1, 1, down).astype(np.float32) / math.sqrt(fan_in), dtype)
+    b = _parameter(graph, adapter.b, np.zeros(up, np.float32), dtype)
+    # Gemm multiplies its product; what stands beside it must be multiplied alike.
+    factor = adapter.scale * (node.attributes.get_float("alpha", 1.0) if node.op_type == "Gemm" else 1.0)
+    scale = _parameter(graph, f"{PREFIX}scale/{factor:g}", np.asarray(factor, np.float32), dtype)
+    name = f"{node.name}/lora"
+    if adapter.form == "conv":
+        low = ir.node("Conv", [x, a], _attributes(node), name=f"{name}/down")
+        scaled = ir.node("Mul", [low.outputs[0], scale], name=f"{name}/scale")
+        high = ir.node("Conv", [scaled.outputs[0], b], {"group": adapter.groups}, name=f"{name}/up")
+    else:
+        low = ir.node("MatMul", [x, a], name=f"{name}/down")
+        scaled = ir.node("Mul", [low.outputs[0], scale], name=f"{name}/scale")
+        high = ir.node("MatMul", [scaled.outputs[0], b], name=f"{name}/up")
+    total = ir.node("Add", [y, high.outputs[0]], name=f"{name}/add")
+    for new in (low, scaled, high, total):
+        new.metadata_props.update(node.metadata_props)
+        new.outputs[0].name = str(new.name)
+    result = total.outputs[0]
+    result.type, result.shape = y.type, y.shape
+    users = [(user, index) for user, index in y.uses() if user is not total]
+    for user, index in users:
+        user.replace_input_with(index, result)
+    if y.is_graph_output():
+        graph.outputs[:] = [result if value is y else value for value in graph.outputs]
+        y.name, result.name = f"{name}/before", y.name
+    graph.insert_after(node, [low, scaled, high, total])
+
+
+def _attributes(node: ir.Node) -> dict[str, Any]:
+    """Those of a convolution, for another one on the same input."""
+    return {name: attribute.value for name, attribute in node.attributes.items()}
+
+
+def _parameter(graph: ir.Graph, name: str, values: NDArray[Any], dtype: np.dtype[Any]) -> ir.Value:
+    if name not in graph.initializers:
+        tensor = ir.tensor(values.astype(dtype), name=name)
+        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(values.shape), const_value=tensor)
+        graph.register_initializer(value)
+    return graph.initializers[name]

@@ -1,0 +1,213 @@
+"""Adapters: gradients against PyTorch in float64, merging, what trains, and files of adapters alone."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner
+from torch import nn
+
+from onnxamp.commands.merge_adapter import command
+from onnxamp.errors import UsageError
+from onnxamp.trainer.adapter import merged_model, write_adapter
+from onnxamp.trainer.trainer import Trainer
+from onnxamp.training import SGD, Lora, build
+from onnxamp.training.lora import lora
+
+
+class _Net(nn.Module):
+    """Convolutions of every form (strided, grouped, pointwise), Linear layers as Gemm and as MatMul, one used twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(4, 8, 3, stride=2, padding=1)
+        self.grouped = nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.point = nn.Conv2d(8, 6, 1)
+        self.token = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = torch.tanh(self.point(torch.tanh(self.grouped(torch.tanh(self.conv(x))))))
+        x = x.flatten(2).transpose(1, 2)
+        x = torch.tanh(self.token(torch.tanh(self.token(x))))
+        return self.head(x.mean(1))
+
+
+@pytest.fixture
+def model(export):
+    return export(_Net(), torch.randn(2, 4, 6, 6))
+
+
+def _batch(rows=6):
+    rng = np.random.default_rng(1)
+    return {"x0": rng.normal(size=(rows, 4, 6, 6)).astype(np.float32), "labels": rng.integers(0, 5, rows)}
+
+
+def _state(net):
+    """Weights by the name and form that the model has them in: the exporter turns weights of MatMul round."""
+    return {name: value.detach().numpy() for name, value in net.named_parameters()}
+
+
+def _adapted(net, adapters, parameters):
+    """The weights of `net` with their adapters, as PyTorch sees them, and what the gradient is asked of."""
+    leaves, weights = {}, {}
+    for adapter in adapters:
+        a, b = (
+            torch.tensor(parameters[name], dtype=torch.float64, requires_grad=True) for name in (adapter.a, adapter.b)
+        )
+        leaves |= {adapter.a: a, adapter.b: b}
+        name = next(n for n, p in net.named_parameters() if n == adapter.weight or _same(p, adapter))
+        base = net.get_parameter(name).double()
+        if adapter.form == "conv":
+            down = a.reshape(adapter.groups, -1, *a.shape[1:])
+            up = b.reshape(adapter.groups, -1, down.shape[1])
+            delta = torch.einsum("gor,grcij->gocij", up, down).reshape(base.shape)
+        else:
+            delta = (a @ b).T
+        weights[name] = base + adapter.scale * delta
+    return leaves, weights
+
+
+def _same(parameter, adapter):
+    return adapter.weight.startswith("onnx::MatMul") and tuple(parameter.shape) == (6, 6)
+
+
+def test_gradients_equal_torch(model, drive):
+    """Of A and B of every form, at a point where B is not zero."""
+    bundle = build(model, loss="cross_entropy", optimizer=SGD(lr=0.0), level="O0", lora=Lora(rank=3, alpha=6))
+    adapters = bundle.manifest.adapters
+    assert {adapter.form for adapter in adapters} == {"conv", "matmul"}
+    assert sorted(adapter.groups for adapter in adapters) == [1, 1, 1, 1, 2]
+    driver, batch = drive(bundle), _batch()
+    rng = np.random.default_rng(2)
+    parameters = {}
+    for tensor in driver.manifest.tensors_in("master"):
+        if tensor.name.endswith("/B"):
+            driver.view(tensor.key)[...] = rng.normal(size=tensor.shape) * 0.3
+        parameters[tensor.name] = driver.view(tensor.key).copy()
+    assert len(parameters) == 10
+    report = driver.step(batch)
+    net = _Net()
+    leaves, weights = _adapted(net, adapters, parameters)
+    fixed = {name: value.double() for name, value in net.named_parameters()} | weights
+    logits = torch.func.functional_call(net.double(), fixed, torch.tensor(batch["x0"]).double())
+    loss = F.cross_entropy(logits, torch.tensor(batch["labels"]))
+    loss.backward()
+    assert report["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    factor = float(driver.view("scalars/seed_divisor")) / float(driver.view("window/window")[0])
+    for name, leaf in leaves.items():
+        got, expected = driver.view(f"gradient/{name}") * factor, leaf.grad.numpy()
+        assert np.linalg.norm(got - expected) <= 1e-5 * np.linalg.norm(expected), name
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_the_merged_export_is_the_adapted_model(model, tmp_path, level):
+    """After some steps; before them the adapted model is the model. The file of the adapters alone does the same."""
+    bundle = build(model, loss="cross_entropy", optimizer=SGD(lr=0.3), level=level, lora="rank=2,alpha=8,target=*",
+                   trainable="head.bias", loss_scale=64)  # fmt: skip
+    trainer, batch = Trainer(bundle, "cpu", threads=1), _batch()
+    plain = _outputs(model, batch)
+    tolerance = 1e-5 if level == "O0" else 2e-2
+    np.testing.assert_allclose(trainer.predict(batch)["y"], plain, atol=tolerance)
+    losses = [trainer.micro_step(batch).loss for _ in range(20)]
+    assert losses[-1] < 0.9 * losses[0]
+    adapted = trainer.predict(batch)["y"]
+    assert np.abs(adapted - plain).max() > 0.1
+    trainer.export(tmp_path / "merged.onnx")
+    np.testing.assert_allclose(_outputs(onnx.load(tmp_path / "merged.onnx"), batch), adapted, atol=tolerance)
+    merged = onnx.load(tmp_path / "merged.onnx")
+    assert [node.op_type for node in merged.graph.node] == [node.op_type for node in model.graph.node]
+    assert trainer.evaluate(batch, weights="master")["loss"] == pytest.approx(trainer.evaluate(batch)["loss"], rel=1e-2)
+    write_adapter(trainer.trained, tmp_path / "adapter.safetensors")
+    again = ir.to_proto(merged_model(ir.from_proto(model), tmp_path / "adapter.safetensors"))
+    np.testing.assert_array_equal(_outputs(again, batch), _outputs(merged, batch))
+    assert (tmp_path / "adapter.safetensors").stat().st_size < 10_000
+    onnx.save(model, tmp_path / "base.onnx")
+    arguments = [str(tmp_path / name) for name in ("base.onnx", "adapter.safetensors")]
+    result = CliRunner().invoke(command, [*arguments, "-o", str(tmp_path / "out.onnx")], standalone_mode=False)
+    assert result.exception is None
+    np.testing.assert_array_equal(_outputs(onnx.load(tmp_path / "out.onnx"), batch), _outputs(merged, batch))
+
+
+def _outputs(model, batch):
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(["y"], {"x0": batch["x0"]})[0]
+
+
+def test_only_adapters_train(model):
+    """Trained bytes as the shapes say; everything else is frozen with its reason, unless it is named."""
+    rank = 3
+    bundle = build(model, loss="cross_entropy", optimizer="adamw", lora=Lora(rank, 6), trainable="*.bias")
+    shapes = {"conv": (8, 36), "grouped": (8, 2 * 36), "point": (6, 8), "token": (6, 6), "head": (5, 6)}
+    adapters = sum(rank * (out + into) for out, into in shapes.values())
+    biases = 8 + 8 + 6 + 6 + 5
+    assert bundle.summary()["trained_bytes"] == 4 * (adapters + biases)
+    assert bundle.summary()["adapters"] == 5
+    assert bundle.manifest.frozen["conv.weight"] == "only adapters train"
+    lows = {tensor.name for tensor in bundle.manifest.tensors_in("low")}
+    assert {adapter.a for adapter in bundle.manifest.adapters} <= lows
+    gradients = {tensor.name for tensor in bundle.manifest.tensors_in("gradient")}
+    assert not gradients & {"conv.weight", "head.weight"}
+
+
+def test_targets(model):
+    def weights(target):
+        manifest = build(model, loss="cross_entropy", optimizer="sgd", level="O0", lora=Lora(2, 2, target)).manifest
+        return [adapter.weight for adapter in manifest.adapters]
+
+    assert weights("head.*") == ["head.weight"]
+    assert weights(("point.*", "/conv/Conv")) == ["conv.weight", "point.weight"]
+    with pytest.raises(UsageError, match=r"matches lora's target 'heat\.\*'; there are conv\.weight"):
+        weights("heat.*")
+
+
+def test_the_start_is_within_the_bounds_of_a_linear_layer(model):
+    bundle = build(model, loss="cross_entropy", optimizer="sgd", level="O0", lora=Lora(16, 16, "conv.*"), seed=3)
+    a, b = bundle.state["master/lora/conv.weight/A"], bundle.state["master/lora/conv.weight/B"]
+    bound = 1 / math.sqrt(36)
+    assert 0.9 * bound < np.abs(a).max() <= bound
+    assert not b.any()
+    other = build(model, loss="cross_entropy", optimizer="sgd", level="O0", lora=Lora(16, 16, "conv.*"), seed=4)
+    assert not np.array_equal(other.state["master/lora/conv.weight/A"], a)
+
+
+def test_the_options_build_the_same_bundle(model):
+    first = build(
+        model, loss="cross_entropy", optimizer="sgd", level="O0", lora="rank=2,alpha=4,target=re:(conv|head).*,?"
+    )
+    assert lora("rank=2,alpha=4,target=re:(conv|head).*,?") == Lora(2, 4.0, "re:(conv|head).*,?")
+    assert build(model, **first.manifest.options).manifest == first.manifest
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("rank=x", "is not rank=N"),
+        ("size=3", "is not rank=N"),
+        ({"rank": 0}, "at least 1"),
+        ({"rank": 2, "alpha": -1}, "above 0"),
+        ({"ranks": 2}, "lora takes rank, alpha, target"),
+    ],
+)
+def test_bad_specifications(spec, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        lora(spec)
+
+
+def test_an_adapter_of_another_model_is_refused(model, export, tmp_path):
+    bundle = build(model, loss="cross_entropy", optimizer="sgd", level="O0", lora=Lora(2, 2, "head.*"))
+    write_adapter(Trainer(bundle, "cpu", threads=1).trained, tmp_path / "a.safetensors")
+    other = export(nn.Sequential(nn.Linear(4, 3)), torch.randn(2, 4))
+    with pytest.raises(UsageError, match=r"no weight 'head\.weight'"):
+        merged_model(ir.from_proto(other), tmp_path / "a.safetensors")
+    plain = Trainer(build(model, loss="cross_entropy", optimizer="sgd", level="O0"), "cpu", threads=1)
+    with pytest.raises(UsageError, match="has no adapters"):
+        write_adapter(plain.trained, tmp_path / "b.safetensors")
