@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_the_regression(tmp_path):
+@pytest.mark.parametrize("name", ["regression", "keras_regression"])
+def test_the_regressions(tmp_path, name):
     done = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / "regression.py"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-W", "error", EXAMPLES / f"{name}.py"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("after: ")
