@@ -16,8 +16,7 @@ from onnxamp.autodiff.registry import rule_of
 from onnxamp.autodiff.reverse import backward
 from onnxamp.errors import UsageError
 from onnxamp.model.preparation import prepared
-from onnxamp.model.types import infer
-from onnxamp.passes.integers import FoldIntegers
+from onnxamp.passes.integers import FoldIntegers, settle
 from onnxamp.passes.norms import DecomposeBatchNorm
 from onnxamp.passes.sequences import FoldSequences
 
@@ -76,7 +75,7 @@ def prepare(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Mo
     result = prepared(model)
     folded = FoldIntegers()(result).modified
     if FoldSequences()(result).modified or folded:
-        infer(result)
+        settle(result)
     DecomposeBatchNorm()(result)
     return result
 

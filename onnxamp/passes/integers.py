@@ -7,6 +7,8 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
+from onnxamp.model.types import infer
+
 # fmt: off
 _FOLDED = frozenset({
     "Abs", "Add", "And", "Cast", "Concat", "ConstantOfShape", "Div", "Equal", "Expand", "Flatten", "Floor",
@@ -22,18 +24,26 @@ class FoldIntegers(ir.passes.InPlacePass):
     """Replace small integer and boolean results that depend on constants and static shapes only.
 
     1. A node of the main graph with constant inputs, or a Shape or Size of a static shape, becomes an initializer of the
-       same name; floats are folded only on the way between integers.
-    2. Graph outputs and results of more than 1,024 elements stay.
-    3. Exporters write shape arithmetic (TorchScript's unflatten: 2 mod 3) that inference cannot follow otherwise.
+       same name; floats are folded only on the way between integers, or to the scales of a Resize.
+    2. So does what is taken out of a shape, if the sizes taken are static, whatever the others are.
+    3. Graph outputs and results of more than 1,024 elements stay.
+    4. Exporters write shape arithmetic (TorchScript's unflatten: 2 mod 3) that inference cannot follow otherwise.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         known: dict[ir.Value, np.ndarray] = {}
+        partly: dict[ir.Value, np.ndarray] = {}
         folded = []
         for node in model.graph:
             if node.domain != "" or len(node.outputs) != 1 or node.op_type not in _FOLDED:
                 continue
             content = _evaluate(node, known, model.opset_imports.get("", 0))
+            if content is None:
+                sizes = _sizes(node, known, partly)
+                if sizes is not None and all(size is not None for size in sizes.reshape(-1)):
+                    content = sizes.astype(np.int64)
+                elif sizes is not None:
+                    partly[node.outputs[0]] = sizes
             if content is not None and content.size <= _ELEMENTS:
                 known[node.outputs[0]] = content
                 folded.append(node)
@@ -41,7 +51,7 @@ class FoldIntegers(ir.passes.InPlacePass):
         for node in reversed(folded):
             value = node.outputs[0]
             content = known[value]
-            if value.is_graph_output() or content.dtype.kind not in "iub":
+            if value.is_graph_output() or (content.dtype.kind not in "iub" and not _is_setting(value)):
                 if not value.uses() and not value.is_graph_output():
                     model.graph.remove(node, safe=True)
                 continue
@@ -57,6 +67,21 @@ class FoldIntegers(ir.passes.InPlacePass):
             if constant.uses():
                 model.graph.register_initializer(constant)
         return ir.passes.PassResult(model, modified=modified)
+
+
+def _is_setting(value: ir.Value) -> bool:
+    """Whether only Resize reads a value, as its region or scales."""
+    uses = list(value.uses())
+    return bool(uses) and all(node.op_type == "Resize" and position in (1, 2) for node, position in uses)
+
+
+def settle(model: ir.Model, rounds: int = 4) -> None:
+    """Infer types and fold integers until no more follow: each tells the other sizes."""
+    for _ in range(rounds):
+        infer(model)
+        if not FoldIntegers()(model).modified:
+            return
+    infer(model)
 
 
 def _evaluate(node: ir.Node, known: dict[ir.Value, np.ndarray], opset: int) -> np.ndarray | None:
@@ -99,3 +124,49 @@ def _constant(value: ir.Value) -> np.ndarray | None:
     if tensor is None or tensor.size > _ELEMENTS or tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
         return None
     return tensor.numpy()
+
+
+def _sizes(node: ir.Node, known: dict[ir.Value, np.ndarray], partly: dict[ir.Value, np.ndarray]) -> np.ndarray | None:
+    """Sizes as objects, None where one is not static: a Shape, or what is taken out of one."""
+    source = node.inputs[0] if node.inputs else None
+    if source is None:
+        return None
+    if node.op_type == "Shape":
+        if source.shape is None:
+            return None
+        dims = np.asarray([size if isinstance(size, int) else None for size in source.shape] or [], object)
+        return dims[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(dims))]
+    operands: list[np.ndarray | None] = []
+    for value in node.inputs:
+        content = None if value is None else partly.get(value, known.get(value))
+        operands.append(_constant(value) if content is None and value is not None else content)
+    data = operands[0]
+    if source not in partly and node.op_type != "Concat":
+        return None
+    if node.op_type == "Concat":
+        if not any(value in partly for value in node.inputs) or any(
+            part is None or part.ndim != 1 for part in operands
+        ):
+            return None
+        return np.concatenate([np.asarray(part, object) for part in operands])
+    assert data is not None
+    if node.op_type == "Identity":
+        return data
+    if node.op_type == "Cast":
+        return data if node.attributes["to"].as_int() in (ir.DataType.INT64, ir.DataType.INT32) else None
+    if node.op_type in ("Squeeze", "Unsqueeze") and data.size == 1:
+        return (
+            data.reshape(() if node.op_type == "Squeeze" else (1,))
+            if data.ndim == (node.op_type == "Squeeze")
+            else None
+        )
+    if any(part is None for part in operands[1:]) or data.ndim != 1:
+        return None
+    rest = [np.asarray(part) for part in operands[1:]]
+    if node.op_type == "Gather":
+        return np.asarray(data[rest[0]], object)
+    if node.op_type == "Slice":
+        start, end = int(rest[0].reshape(())), int(rest[1].reshape(()))
+        step = int(rest[3].reshape(())) if len(rest) > 3 else 1
+        return data[start:end:step]
+    return None

@@ -95,7 +95,7 @@ def max_pool(op: Builder, node: ir.Node, g: ir.Value, _: ir.Value | None = None)
     op.refuse(bool(node.attributes.get_int("storage_order", 0)), "storage_order 1")
     indices = _indices(op, node)
     wide = op.wide(g) if window.overlaps else g
-    empty = op.Expand(op.scalar(0.0, wide.dtype), op.join([op.product(x)]))
+    empty = op.Reshape(op.expand(op.scalar(0.0, wide.dtype), x), [-1])
     places, values = op.Reshape(indices, [-1]), op.Reshape(wide, [-1])
     if window.overlaps:
         op.refuse(op.opset < 16, "overlapping windows need opset 16 or later")

@@ -34,11 +34,13 @@ def resize(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     for axis, (size, result) in enumerate(zip(sizes, results, strict=True)):
         if (size == result and size is not None and not crops) or axis not in axes:
             continue
+        place = axes.index(axis)
+        scale = None if scales is None or not scales.size else float(scales.reshape(-1)[place])
+        if scale == 1.0 and not crops and not (isinstance(size, int) and isinstance(result, int)):
+            continue  # a free dimension, the batch
         op.refuse(not isinstance(size, int) or not isinstance(result, int), "this Resize needs static sizes")
         assert isinstance(size, int)
         assert isinstance(result, int)
-        place = axes.index(axis)
-        scale = None if scales is None or not scales.size else float(scales.reshape(-1)[place])
         if policy != "stretch" and scale is None:
             scale = _common_scale(op, node, sizes, axes, policy)
         box = None if boxes is None else boxes.reshape(2, -1)[:, place]

@@ -1,0 +1,92 @@
+"""Shape arithmetic and sequences of exporters, folded: the same results with fewer nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx.reference import ReferenceEvaluator
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from onnxamp.model.types import infer
+from onnxamp.passes.integers import FoldIntegers, settle
+from onnxamp.passes.reshapes import ConstantReshapes
+from onnxamp.passes.sequences import FoldSequences
+
+CASES = {
+    "sizes out of a shape": (
+        FoldIntegers,
+        """g (float[B, 6, 4] x) => (float[B, 3, 2, 4] y)
+        { s = Shape(x) one = Constant<value = int64[1] {1}>() two = Constant<value = int64[1] {2}>() i = Constant<value = int64 {2}>()
+          z = Constant<value = int64[1] {0}>() channels = Slice(s, one, two, z) half = Div(channels, two) width = Gather(s, i)
+          w = Unsqueeze(width, z) batch = Slice(s, z, one) to = Concat<axis=0>(batch, half, two, w) y = Reshape(x, to) }""",
+        ["Shape", "Slice", "Concat", "Reshape"],
+    ),
+    "one free dimension": (
+        ConstantReshapes,
+        """g (float[B, 6, 4] x) => (float[B, 24] y)
+        { s = Shape<start=0, end=1>(x) r = Constant<value = int64[1] {24}>() to = Concat<axis=0>(s, r) y = Reshape(x, to) }""",
+        ["Reshape"],
+    ),
+    "two free dimensions": (
+        ConstantReshapes,
+        """g (float[B, T, 4] x) => (float[B, T, 2, 2] y)
+        { s = Shape<start=0, end=2>(x) r = Constant<value = int64[2] {2, 2}>() to = Concat<axis=0>(s, r) y = Reshape(x, to) }""",
+        ["Shape", "Concat", "Reshape"],
+    ),
+    "chunks": (
+        FoldSequences,
+        """g (float[B, 6] x) => (float[B, 2] y)
+        { two = Constant<value = int64 {2}>() s = SplitToSequence<axis=1>(x, two) i = Constant<value = int64 {0}>()
+          j = Constant<value = int64 {-1}>() a = SequenceAt(s, i) b = SequenceAt(s, j) y = Sub(a, b) }""",
+        ["Split", "Sub"],
+    ),
+    "stack": (
+        FoldSequences,
+        """g (float[B, 6] x) => (float[B, 2, 6] y)
+        { a = Neg(x) s = SequenceConstruct(x, a) y = ConcatFromSequence<axis=1, new_axis=1>(s) }""",
+        ["Neg", "Unsqueeze", "Unsqueeze", "Concat"],
+    ),
+    "a sequence that is read as one": (
+        FoldSequences,
+        """g (float[B, 6] x, int64 i) => (float[B, 6] y)
+        { a = Neg(x) s = SequenceConstruct(x, a) y = SequenceAt(s, i) }""",
+        ["Neg", "SequenceConstruct", "SequenceAt"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_results(name):
+    make, text, expected = CASES[name]
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 18]> {text}')
+    model = ir.from_proto(proto)
+    infer(model)
+    changed = make()(model).modified
+    RemoveUnusedNodesPass()(model)
+    model.graph.sort()
+    result = ir.to_proto(model)
+    onnx.checker.check_model(result, full_check=True)
+    assert [node.op_type for node in result.graph.node if node.op_type != "Constant"] == expected
+    assert changed == ("two free" not in name and "read as one" not in name)
+    rng = np.random.default_rng(0)
+    feeds = {
+        "x": rng.standard_normal(
+            [3 if dim.dim_param else dim.dim_value for dim in proto.graph.input[0].type.tensor_type.shape.dim]
+        )
+    }
+    feeds = {"x": feeds["x"].astype(np.float32)} | ({"i": np.asarray(1)} if len(proto.graph.input) > 1 else {})
+    for one, other in zip(*(ReferenceEvaluator(m).run(None, feeds) for m in (proto, result)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_sizes_tell_each_other():
+    """A size that is folded makes a later shape static, which folds again."""
+    text = """g (float[B, 6] x) => (float[B, 3] y)
+        { s = Shape(x) i = Constant<value = int64 {1}>() two = Constant<value = int64 {2}>() n = Gather(s, i) half = Div(n, two)
+          z = Constant<value = int64[1] {0}>() one = Constant<value = int64[1] {1}>() end = Unsqueeze(half, z)
+          a = Slice(x, z, end, one) t = Shape(a) m = Gather(t, i) w = Unsqueeze(m, z) y = Slice(a, z, w, one) }"""
+    model = ir.from_proto(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 18]> {text}'))
+    settle(model)
+    assert [node.op_type for node in model.graph if node.op_type not in ("Constant", "Shape")] == ["Slice", "Slice"]
