@@ -4,8 +4,8 @@ A metric sees the model's output and the labels of one batch after the other and
 of any size give the number that one big batch gives. Definitions are scikit-learn's (classification, regression)
 and the usual exp(mean negative log-likelihood) for perplexity.
 
-The class axis of an output is the one whose removal gives the shape of the labels: the last one where that fits,
-else axis 1 (PyTorch's place). An output of the labels' own shape is one logit per entry: positive means class 1.
+The class axis of an output is that of the loss, where it is known; else the one whose removal gives the shape of the labels: the last
+one where that fits, else axis 1 (PyTorch's place). An output of the labels' own shape is one logit per entry: positive means class 1.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Metric(abc.ABC):
 
 
 def classes_last(
-    output: Array, labels: Array, binary: bool = False, probabilities: bool = False
+    output: Array, labels: Array, binary: bool = False, probabilities: bool = False, axis: int | None = None
 ) -> tuple[Array, Array]:
-    """Logits with the class axis last and the class index of every entry.
+    """Logits with the class axis, `axis` if it is given, last and the class index of every entry.
 
     Labels that are class probabilities (floats of the output's shape) count by their largest entry; with `binary`,
     and where an entry has only one logit x, the classes are 0 and 1 with the logits 0 and x (1 − x and x where the output
@@ -74,14 +74,14 @@ def classes_last(
     """
     if output.size == labels.size and output.shape[:1] == labels.shape[:1]:
         if labels.dtype.kind == "f" and labels.ndim > 1 and labels.shape[1] > 1 and not binary:
-            return np.moveaxis(output, 1, -1), labels.argmax(1)
+            return np.moveaxis(output, axis or 1, -1), labels.argmax(axis or 1)
         logits = output.reshape(labels.shape)
         other = 1 - logits if probabilities else np.zeros_like(logits)
         return np.stack([other, logits], axis=-1), labels.astype(np.int64)
     if output.ndim == labels.ndim + 1:
-        for axis in (output.ndim - 1, 1):
-            if output.shape[:axis] + output.shape[axis + 1 :] == labels.shape:
-                return np.moveaxis(output, axis, -1), labels.astype(np.int64)
+        for place in (output.ndim - 1, 1) if axis is None else (axis % output.ndim,):
+            if output.shape[:place] + output.shape[place + 1 :] == labels.shape:
+                return np.moveaxis(output, place, -1), labels.astype(np.int64)
     raise DataError(
         f"Labels of shape {list(labels.shape)} do not belong to an output of shape {list(output.shape)}: "
         "expected one class index per entry, or the output's own shape."
@@ -99,15 +99,23 @@ def _row_weights(weights: Array | None, shape: tuple[int, ...]) -> Float:
 class _Classification(Metric):
     """What metrics on class indices share: which entries count, and how labels of the output's shape are meant."""
 
-    def __init__(self, *, ignore_index: int = -100, binary: bool = False, probabilities: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        ignore_index: int = -100,
+        binary: bool = False,
+        probabilities: bool = False,
+        class_axis: int | None = None,
+    ) -> None:
         self.ignore_index = ignore_index
         self.binary = binary
         self.probabilities = probabilities
+        self.class_axis = class_axis
         super().__init__()
 
     def _kept(self, output: Array, labels: Array, weights: Array | None) -> tuple[Array, npt.NDArray[np.int64], Float]:
         """Flat logits, class indices and weights of the entries that are not ignored."""
-        logits, wanted = classes_last(output, labels, self.binary, self.probabilities)
+        logits, wanted = classes_last(output, labels, self.binary, self.probabilities, self.class_axis)
         weight = _row_weights(weights, wanted.shape)
         keep = wanted != self.ignore_index
         logits, wanted = logits[keep], wanted[keep]
@@ -380,6 +388,7 @@ def metric(
     ignore_index: int = -100,
     binary: bool = False,
     probabilities: bool = False,
+    class_axis: int | None = None,
 ) -> Metric:
     """The metric meant: an object as it is, a function wrapped, a name looked up (`top5` is `TopK(5)`).
 
@@ -388,6 +397,7 @@ def metric(
         ignore_index: Labels of this value do not count (classification by name).
         binary: Float labels of the output's shape are 0 and 1 each, not class probabilities (classification by name).
         probabilities: The output ends in a softmax or sigmoid (classification by name).
+        class_axis: The class dimension of the output, that of the loss; None if no loss tells (classification by name).
 
     Raises:
         UsageError: No metric has this name.
@@ -404,4 +414,4 @@ def metric(
     make = functools.partial(TopK, int(top[1])) if top else _MAKERS[which]
     if which in ("mse", "mae", "r2"):
         return make()
-    return make(ignore_index=ignore_index, binary=binary, probabilities=probabilities)
+    return make(ignore_index=ignore_index, binary=binary, probabilities=probabilities, class_axis=class_axis)

@@ -58,6 +58,8 @@ def metric_options(bundle: Bundle) -> dict[str, Any]:
         "binary": name == "binary_cross_entropy_with_logits",
         "probabilities": producer is not None and producer.op_type in ("Softmax", "Sigmoid"),
     }
+    if "axis" in loss:
+        options["class_axis"] = 1 if loss["axis"] is None else loss["axis"]  # as the losses do
     if manifest.labels and manifest.labels[0].ignore_index is not None:
         options["ignore_index"] = manifest.labels[0].ignore_index
     return options

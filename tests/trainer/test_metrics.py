@@ -143,3 +143,13 @@ def test_labels_that_do_not_fit():
         metric("mse").update(GUESS, TARGET[:, 0])
     with pytest.raises(DataError, match="do not belong"):
         metric("accuracy").update(LOGITS, LABELS[:5])
+
+
+@pytest.mark.parametrize("axis", [1, 2, -1])
+def test_the_class_axis_is_that_of_the_loss(axis: int) -> None:
+    """As many classes as positions: the shapes tell nothing."""
+    rng = np.random.default_rng(0)
+    output, labels = rng.normal(size=(6, 4, 4)), rng.integers(0, 4, (6, 4))
+    measured = metric("accuracy", class_axis=axis)
+    measured.update(output, labels)
+    assert measured.value() == (output.argmax(axis) == labels).mean()
