@@ -46,6 +46,7 @@ def command(as_json: bool) -> int:
                 ),
                 ("ONNX Runtime", found.version or "does not import"),
                 *(("provider", _provider(p.name, p.loads, p.reason)) for p in found.providers),
+                *found.cuda.items(),
                 *((f"table {name}", _table(row)) for name, row in tables.items()),
             ]
         )
@@ -72,7 +73,9 @@ def _compare(found: Any, provider: str, name: str) -> dict[str, Any] | None:
     from onnxamp.ort.doctor import kernels
     from onnxamp.policy.targets import table
 
-    if provider not in {p.name for p in found.providers}:
+    loads = {p.name: p.loads for p in found.providers}
+    # A runtime whose CUDA provider does not load crashes when it is asked for kernels, of whichever provider.
+    if not loads.get(provider) or not loads.get("cuda", True):
         return None
     shipped = table(name)
     try:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxamp.errors import InternalError
+from onnxamp.ort.cuda import Slot, Stream
 from onnxamp.ort.dlpack import Shared
 from onnxamp.ort.providers import runtime
 from onnxamp.ort.session import run_error, to_numpy
-from onnxamp.ort.values import BFLOAT16, View, element_type, numpy_type
+from onnxamp.ort.values import BFLOAT16, Buffer, View, element_type, numpy_type
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,18 +20,25 @@ if TYPE_CHECKING:
 class Binding:
     """One way to run a session: where each input comes from and where each output goes.
 
-    Views are bound by pointer and stay bound: a run copies none of them. Batches are fed by name before a run; on the
-    CPU their memory is read where it lies, on a device they are copied there when they are fed.
+    Views are bound by pointer and stay bound: a run copies none of them. Batches are fed by name before a run. On the
+    CPU their memory is read where it lies. With a `Stream` they travel through pinned memory while the device computes, and a
+    run that fetches nothing returns before it is done. On other devices they are copied in the run.
 
     Args:
         session: An `onnxruntime.InferenceSession`.
-        run_options: `onnxruntime.RunOptions` for every run, or None.
+        stream: The stream that the session was opened on (CUDA), or None.
     """
 
-    def __init__(self, session: Any, run_options: Any = None) -> None:
+    def __init__(self, session: Any, stream: Stream | None = None) -> None:
         self._session = session
         self._binding = session.io_binding()
-        self._options = run_options
+        self._stream = stream
+        self._slots: dict[str, list[tuple[Slot, Buffer]]] = {}
+        self._fed: list[Slot] = []
+        self._unwaited = None
+        if stream is not None:
+            self._unwaited = runtime().RunOptions()
+            self._unwaited.add_run_config_entry("disable_synchronize_execution_providers", "1")
         # A bound pointer does not keep its memory alive.
         self._alive: dict[tuple[str, str], object] = {}
         self._order: dict[str, bool] = {}  # outputs in the order of their first binding; True if the runtime allocates
@@ -68,6 +76,9 @@ class Binding:
         """
         if not values.flags.c_contiguous:
             raise InternalError(f"The input {name!r} is not contiguous in memory.")
+        if self._stream is not None:
+            self._bring(self._stream, name, values)
+            return
         if values.dtype.kind == "V":  # bf16 of ml_dtypes: the runtime only knows its bits
             raw = values.view(np.uint16)
             value = runtime().OrtValue.ortvalue_from_numpy_with_onnx_type(raw, element_type(values.dtype))
@@ -92,10 +103,27 @@ class Binding:
         for name, fetched in self._order.items():
             if fetched:  # what a run allocated stays bound, in the shape of that run
                 self._binding.bind_output(name, "cpu")
+        options = None if any(self._order.values()) else self._unwaited  # what is fetched must have arrived
         try:
-            self._session.run_with_iobinding(self._binding, self._options)
+            self._session.run_with_iobinding(self._binding, options)
+            for slot in self._fed:
+                slot.release()
+            self._fed.clear()
         except Exception as problem:
             raise run_error(problem) from problem
+
+    def _bring(self, stream: Stream, name: str, values: NDArray[Any]) -> None:
+        """Two slots take turns, so that one is filled while the other is read."""
+        raw = values.reshape(-1).view(np.uint8)
+        slots = self._slots.setdefault(name, [])
+        slot, buffer = slots.pop(0) if len(slots) > 1 else (None, None)
+        if slot is None or buffer is None or buffer.nbytes < raw.nbytes:
+            buffer = Buffer(max(raw.nbytes, 1), stream.device, stream.device_id)
+            slot = Slot(stream, buffer.pointer, buffer.nbytes)
+        slots.append((slot, buffer))
+        slot.bring(raw)
+        self._fed.append(slot)
+        self.input(name, buffer.view(0, values.shape, element_type(values.dtype)))
 
     def fetched(self) -> dict[str, Any]:
         """The outputs of the last run that were to be fetched, by name."""

@@ -7,6 +7,7 @@ imports and silently lacks providers. A provider that a build lists need not loa
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.metadata
 import json
 import re
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from onnxamp.errors import RuntimeMissingError
+from onnxamp.ort import cuda
 from onnxamp.ort.providers import PROVIDERS, runtime, short_name
 
 # The distributions that own the folder, the one to keep first where several are installed.
@@ -72,6 +74,7 @@ class Diagnosis:
         providers: The providers that it lists.
         findings: What is wrong, a sentence each.
         commands: What mends it, in order.
+        cuda: On a build for CUDA what is there of it: ``driver``, ``gpu N``, ``CUDA`` and ``cuDNN`` (built for, and found).
     """
 
     python: str
@@ -80,6 +83,7 @@ class Diagnosis:
     providers: tuple[Provider, ...]
     findings: tuple[str, ...]
     commands: tuple[str, ...]
+    cuda: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def healthy(self) -> bool:
@@ -117,6 +121,7 @@ def diagnose() -> Diagnosis:
     _check_distributions(distributions, version, findings, commands)
     if len(distributions) == 1:
         _check_providers(next(iter(distributions)), providers, findings, commands)
+    devices = _cuda(findings) if "cuda" in {provider.name for provider in providers} else {}
     return Diagnosis(
         python=".".join(map(str, sys.version_info[:3])),
         distributions=distributions,
@@ -124,7 +129,35 @@ def diagnose() -> Diagnosis:
         providers=tuple(providers),
         findings=tuple(findings),
         commands=tuple(commands),
+        cuda=devices,
     )
+
+
+def _cuda(findings: list[str]) -> dict[str, str]:
+    """Driver and devices as the driver tells them, libraries as they are installed."""
+    facts: dict[str, str] = {}
+    try:
+        found = cuda.driver()
+        facts["driver"] = f"runs CUDA up to {found.version}"
+        for index, gpu in enumerate(found.gpus()):
+            doubts = [text for dtype in ("fp16", "bf16") if (text := cuda.expectation(gpu.capability, dtype))]
+            capability = ".".join(map(str, gpu.capability))
+            size = f"{gpu.memory / 2**30:.0f} GiB"
+            facts[f"gpu {index}"] = "; ".join([f"{gpu.name}, compute capability {capability}, {size}", *doubts])
+        if len(facts) == 1:
+            findings.append("The NVIDIA driver finds no GPU.")
+    except RuntimeMissingError as problem:
+        facts["driver"] = str(problem)
+    built = importlib.import_module("onnxruntime.capi.build_and_package_info")
+    for name, attribute, library in (("CUDA", "cuda_version", "cuda-runtime"), ("cuDNN", "cudnn_version", "cudnn")):
+        version = str(getattr(built, attribute, "") or "")
+        wheels = [
+            f"{distribution.metadata['Name']} {distribution.version}"
+            for distribution in importlib.metadata.distributions()
+            if re.fullmatch(rf"nvidia-{library}(-cu\d+)?", distribution.metadata["Name"] or "")
+        ]
+        facts[name] = f"built for {version or 'an unknown version'}; installed by pip: {', '.join(wheels) or 'none'}"
+    return facts
 
 
 def _check_distributions(

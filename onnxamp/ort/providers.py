@@ -24,6 +24,18 @@ PROVIDERS = {
     "webgpu": "WebGpuExecutionProvider",
 }
 
+# Options of a provider unless others are given. CUDA: the arena grows by what is asked for, not in powers of two (twice the
+# memory of a training step otherwise); a convolution's algorithm is chosen by cuDNN's heuristics with all the workspace that it
+# wants, since batches of another size would be searched anew; FP32 nodes compute in FP32, which the policy relies on.
+_OPTIONS = {
+    "cuda": {
+        "arena_extend_strategy": "kSameAsRequested",
+        "cudnn_conv_algo_search": "HEURISTIC",
+        "cudnn_conv_use_max_workspace": "1",
+        "use_tf32": "0",
+    }
+}
+
 # What "auto" tries before the CPU. TensorRT and OpenVINO compile, and choose precisions of their own: only on request.
 _AUTO = ("cuda", "cann")
 # What a provider hands the nodes to that it does not take, before the CPU.
@@ -93,3 +105,8 @@ def provider_list(name: str = "auto") -> list[str]:
         return [cpu]
     helpers = [PROVIDERS[short] for short in _NEXT.get(short_name(full), ()) if PROVIDERS[short] in built]
     return [full, *helpers, cpu]
+
+
+def default_options(provider: str) -> dict[str, str]:
+    """The options that a session gives to a provider (full name) unless it is told others."""
+    return dict(_OPTIONS.get(short_name(provider), {}))

@@ -22,7 +22,7 @@ import onnx
 
 from onnxamp.errors import AmpError, DataError, ModelError, RuntimeMissingError, UnsupportedError, UsageError
 from onnxamp.ort.precision import has_low
-from onnxamp.ort.providers import PROVIDERS, provider_list, runtime, short_name
+from onnxamp.ort.providers import PROVIDERS, default_options, provider_list, runtime, short_name
 
 logger = logging.getLogger("onnxamp")
 
@@ -56,7 +56,7 @@ class SessionConfig:
         memory_pattern: Plan memory ahead; off saves memory where shapes vary, and in training graphs.
         deterministic: Ask for deterministic kernels.
         log_severity: 0 verbose to 4 fatal; errors are raised, so that logging them (3) would only repeat them.
-        provider_options: Options of the first provider.
+        provider_options: Options of the first provider, over `providers.default_options`.
         config: Session configuration entries, such as ``{"session.disable_prepacking": "1"}``.
         optimized_path: Where the runtime writes the optimized graph, to be read by tools.
     """
@@ -115,7 +115,7 @@ def open_session(model: Model, config: SessionConfig | None = None) -> Any:
     names = provider_list(config.provider)
     if PROVIDERS["cuda"] in names and hasattr(ort, "preload_dlls"):
         ort.preload_dlls()  # finds the CUDA libraries that pip installed
-    providers = [(names[0], dict(config.provider_options)), *names[1:]]
+    providers = [(names[0], {**default_options(names[0]), **config.provider_options}), *names[1:]]
     with tempfile.TemporaryDirectory(prefix="onnxamp-", ignore_cleanup_errors=True) as folder:
         source = loadable(model, folder)
         # At its default level ONNX Runtime 1.32 ends the process (a segmentation fault) on some valid 16-bit models on the CPU.

@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 
 from onnxamp.errors import InternalError, RuntimeMissingError
+from onnxamp.ort import cuda
 from onnxamp.ort.providers import runtime
 
 if TYPE_CHECKING:
@@ -183,8 +184,11 @@ class Buffer:
         stop = self.nbytes if nbytes is None else offset + nbytes
         transfers.reads += 1
         transfers.bytes += stop - offset
-        source = self._host if self._host is not None else self._remote.numpy()
         copy: NDArray[np.uint8] = aligned(stop - offset)
+        if self.device == "cuda":
+            cuda.driver().read(self.pointer + offset, copy)
+            return copy
+        source = self._host if self._host is not None else self._remote.numpy()
         copy[:] = source[offset:stop]
         return copy
 
@@ -192,6 +196,9 @@ class Buffer:
         """Copy bytes from the host into the buffer."""
         transfers.writes += 1
         transfers.bytes += values.nbytes
+        if self.device == "cuda":
+            cuda.driver().write(self.pointer + offset, np.ascontiguousarray(values))
+            return
         if self._host is not None:
             self._host[offset : offset + values.nbytes] = values
             return

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxamp.errors import InternalError, ModelError
+from onnxamp.ort.cuda import Stream
 from onnxamp.ort.values import ALIGNMENT, Buffer, View, element_type
 from onnxamp.training.manifest import Arena, Manifest, Port, StateTensor
 
@@ -85,10 +86,14 @@ class Arenas:
         manifest: The bundle's manifest.
         device: What ONNX Runtime calls the device.
         device_id: Which of them.
+        stream: The stream that all graphs run on (CUDA).
     """
 
-    def __init__(self, manifest: Manifest, device: str = "cpu", device_id: int = 0) -> None:
+    def __init__(
+        self, manifest: Manifest, device: str = "cpu", device_id: int = 0, stream: Stream | None = None
+    ) -> None:
         self.manifest = manifest
+        self.stream = stream
         self.device = device
         self.device_id = device_id
         self._arenas = {arena.name: arena for arena in manifest.arenas}

@@ -9,6 +9,8 @@ import os
 import onnx_ir as ir
 
 from onnxamp.errors import UsageError
+from onnxamp.ort import cuda
+from onnxamp.ort.cuda import Stream
 from onnxamp.ort.providers import provider_list, short_name
 from onnxamp.ort.session import SessionConfig, open_session
 
@@ -27,11 +29,32 @@ class Device:
         provider: Its short name.
         memory: What ONNX Runtime calls the device that the state lies on.
         computes_low: It computes in 16 bits where a graph says so. Elsewhere the rounding of each node is made explicit.
+        id: Which of the devices.
     """
 
     provider: str
     memory: str
     computes_low: bool
+    id: int = 0
+
+    def stream(self) -> Stream | None:
+        """On CUDA the stream that all sessions of a trainer share."""
+        return Stream(self.id) if self.provider == "cuda" else None
+
+    def options(self, stream: Stream | None) -> dict[str, str]:
+        """Provider options that put sessions on this device and on `stream`."""
+        if self.memory == "cpu":
+            return {}
+        own = {"device_id": str(self.id)}
+        return own if stream is None else {**own, "user_compute_stream": str(stream.pointer)}
+
+    def expectation(self, dtype: str) -> str | None:
+        """What to expect of a 16-bit type here, if it is less than on other devices."""
+        if self.provider != "cuda":
+            return None
+        gpu = cuda.driver().gpus()[self.id]
+        text = cuda.expectation(gpu.capability, dtype)
+        return text and f"{gpu.name}: {text}."
 
 
 def processors() -> int:
@@ -60,8 +83,12 @@ def usable_threads(threads: int, processes: int = 1) -> int:
     return threads or (max(1, processors() // processes) if processes > 1 else 0)
 
 
-def find_device(provider: str) -> Device:
+def find_device(provider: str, local_rank: int = 0) -> Device:
     """The device that sessions asked for by `provider` run on; ``auto`` may have to fall back to the CPU.
+
+    Args:
+        provider: ``auto``, or a name.
+        local_rank: This process's number on its machine: which device it takes.
 
     Raises:
         UsageError: No such provider exists.
@@ -73,4 +100,5 @@ def find_device(provider: str) -> Device:
         graph = ir.Graph([x], [y], nodes=[ir.node("Neg", [x], outputs=[y])], opset_imports={"": 21}, name="probe")
         session = open_session(ir.Model(graph, ir_version=10), SessionConfig(provider))
         name = short_name(session.get_providers()[0])
-    return Device(name, _MEMORY.get(name, "cpu"), name in _COMPUTES_LOW)
+    memory = _MEMORY.get(name, "cpu")
+    return Device(name, memory, name in _COMPUTES_LOW, local_rank if memory != "cpu" else 0)

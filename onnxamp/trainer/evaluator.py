@@ -67,7 +67,7 @@ class Evaluator:
         return binding.fetched()
 
     def _bound(self) -> Binding:
-        binding = Binding(self._session)
+        binding = Binding(self._session, self._arenas.stream)
         for port in self._inputs:
             if port.name not in self.feeds:
                 binding.input(port.name, self._view(port))

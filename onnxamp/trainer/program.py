@@ -43,11 +43,11 @@ class Results:
         return self._views[ref]
 
 
-def segment_scalars(manifest: Manifest, device: str) -> tuple[dict[str, View], ...]:
+def segment_scalars(manifest: Manifest, device: str, device_id: int = 0) -> tuple[dict[str, View], ...]:
     """For each segment the memory of its scalars, by name."""
     segments = []
     for segment in manifest.segments:
-        views = {name: Buffer(4, device).view(0, (), FLOAT) for name in segment.scalars}
+        views = {name: Buffer(4, device, device_id).view(0, (), FLOAT) for name in segment.scalars}
         for name, value in segment.scalars.items():
             views[name].write(np.array(value, np.float32))
         segments.append(views)
@@ -146,7 +146,7 @@ class Program:
 
     def _bound(self, piece: Piece | None) -> Binding:
         place, arenas = self._place, self._place.arenas
-        binding = Binding(self._session)
+        binding = Binding(self._session, arenas.stream)
         for port in self.ports.inputs:
             if port.kind in _STATE:
                 view = arenas.view(port, piece)

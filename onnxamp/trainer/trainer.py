@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,8 @@ from onnxamp.training.manifest import Port
 if TYPE_CHECKING:
     from onnxamp.trainer.fit import History
     from onnxamp.trainer.metrics import Metric
+
+logger = logging.getLogger("onnxamp")
 
 Batch = Mapping[str, NDArray[Any]]
 
@@ -77,18 +80,28 @@ class Trainer:
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.load(bundle)
         self.manifest = self.bundle.manifest
         self.position: dict[str, Any] = {}
+        self.collective: Collective = collective or SingleProcess()
         if self._emulated:
             gradient_builder.require()  # its operators are in no other runtime
-        self._device = find_device(provider)
+        self._device = find_device(provider, self.collective.local_rank)
         self.provider = self._device.provider
-        self.collective: Collective = collective or SingleProcess()
         threads = usable_threads(threads, self.collective.local_world_size)
-        device = self._device.memory
-        self._config = SessionConfig(provider=self.provider, threads=threads, memory_pattern=False)
-        self._arenas = Arenas(self.manifest, device)
+        device, device_id, stream = self._device.memory, self._device.id, self._device.stream()
+        if self.manifest.level != "O0" and (text := self._device.expectation(self.manifest.dtype)):
+            logger.warning("%s", text)
+        self._config = SessionConfig(
+            self.provider, threads=threads, memory_pattern=False, provider_options=self._device.options(stream)
+        )
+        self._arenas = Arenas(self.manifest, device, device_id, stream)
         self._arenas.load(self.bundle.state)
         self._environment = checkpoint.environment(self.provider, threads)
-        place = Place(self._arenas, Results(device), self._config, in_place, segment_scalars(self.manifest, device))
+        place = Place(
+            self._arenas,
+            Results(device, device_id),
+            self._config,
+            in_place,
+            segment_scalars(self.manifest, device, device_id),
+        )
         graphs = self.manifest.graphs
         self._grad = Gradient(self._executable("grad"), graphs["grad"], place)
         self._reduce = Program(self._executable("reduce"), graphs["reduce"], place)
@@ -170,6 +183,13 @@ class Trainer:
     def state_bytes(self) -> int:
         """Memory of parameters, gradients and optimizer state."""
         return self._arenas.nbytes
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes: ``state``, and on CUDA what is ``free`` on the device and its ``total``."""
+        report = {"state": self.state_bytes}
+        if (stream := self._arenas.stream) is not None:
+            report["free"], report["total"] = stream.cuda.memory()
+        return report
 
     def micro_step(self, batch: Batch | None, rows: Sequence[int] | None = None) -> StepResult:
         """Add the gradients of a micro-batch to the window; the last one of a window applies it.
