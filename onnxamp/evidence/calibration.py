@@ -16,7 +16,9 @@ from onnxamp.evidence.inputs import Data, Sample
 from onnxamp.evidence.observe import Observed, observe
 from onnxamp.evidence.sampling import Model, choose
 from onnxamp.model.preparation import prepared
+from onnxamp.model.units import all_nodes, bodies
 from onnxamp.ort.session import SessionConfig, open_session
+from onnxamp.passes.lift import Lift
 from onnxamp.policy.rules.spread import HEADROOM
 
 
@@ -25,11 +27,12 @@ class Calibration:
     """What was measured.
 
     Attributes:
-        values: Statistics of every float value, graph inputs first, then in the order in which they are made.
+        values: Statistics of every float value: graph inputs, what nodes make in order, then what nodes inside bodies make.
         dtype: The 16-bit type that they were measured against.
         samples: How many samples were run.
         source: Where they came from, in words.
         made_up: Whether they were made up.
+        unseen: Nodes whose bodies cannot be measured.
     """
 
     values: tuple[Observed, ...]
@@ -37,6 +40,7 @@ class Calibration:
     samples: int
     source: str
     made_up: bool
+    unseen: tuple[str, ...] = ()
 
     @property
     def limit(self) -> float:
@@ -64,6 +68,10 @@ class Calibration:
             result.append(
                 f"The ranges come from {self.source}: a value that grows only on real data is not seen. Give real samples."
             )
+        if self.unseen:
+            result.append(
+                f"The values inside {', '.join(self.unseen)} were not measured: only If, Loop and Scan from opset 11 on can be."
+            )
         wrong = [row for row in self.values if row.nan or (row.inf and not row.expected_inf)]
         if wrong:
             row = wrong[0]
@@ -82,7 +90,7 @@ def calibrate(
     count: int = 4,
     seed: int = 0,
 ) -> Calibration:
-    """Measure the range of every float value of `model`, outside of bodies of If, Loop and Scan.
+    """Measure the range of every float value of `model`, those inside bodies of If, Loop and Scan included.
 
     Args:
         model: The FP32 model.
@@ -119,4 +127,7 @@ def calibrate(
             yield sample
 
     values = observe(ready, counted(), limits)
-    return Calibration((*inputs.values(), *values), dtype, seen, chosen.source, chosen.made_up)
+    reaches = Lift(ready, iter(()).__next__).reaches
+    closed = [node for node in all_nodes(ready.graph) if not all(map(reaches, bodies(node)))]
+    unseen = tuple(f"{node.op_type} {node.name or node.outputs[0].name!r}" for node in closed)
+    return Calibration((*inputs.values(), *values), dtype, seen, chosen.source, chosen.made_up, unseen)

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.dtypes import BY_IR, FloatType
+from onnxamp.dtypes import BY_IR, BY_NAME, FloatType
 from onnxamp.evidence.inputs import Array
 from onnxamp.model import types
+from onnxamp.model.units import all_nodes
 from onnxamp.ort.session import SessionConfig, open_session, run
 from onnxamp.passes.emulate import emulate
+from onnxamp.passes.extremes import add_extremes
 
 # Values of unknown size are fetched this many at a time, others up to this many bytes at a time.
 _UNKNOWN_AT_A_TIME = 16
@@ -87,6 +89,18 @@ class Observed:
             parts.append(f"{self.overflow} beyond {self.precision} (largest {self.absmax:.4g})")
         return " and ".join(parts) + f" of {self.count} elements" if parts else "finite"
 
+    def add_numbers(self, numbers: tuple[int, int, int, float], limits: FloatType, batch: int) -> None:
+        """Count what a graph counted itself (`onnxamp.passes.extremes`): elements, NaN, infinite ones and the largest finite size.
+
+        Of elements beyond the type only whether there are any is known: they count as one.
+        """
+        count, nan, inf, largest = numbers
+        self.count, self.nan, self.inf = self.count + count, self.nan + nan, self.inf + inf
+        self.absmax = max(self.absmax, largest)
+        self.overflow += largest >= limits.max * (1 + limits.eps / 4)
+        if self.bad and self.batch is None:
+            self.batch = batch
+
     def add(self, array: Array, limits: FloatType, batch: int) -> None:
         """Count the elements of one batch against the limits of a 16-bit type."""
         values = np.abs(np.asarray(array, np.float32)).ravel()
@@ -111,7 +125,8 @@ class Observed:
 def observe(model: ir.Model, batches: Iterable[Mapping[str, Any]], limits: FloatType) -> list[Observed]:
     """Statistics of the float values that a model's nodes make, in the order in which they are made.
 
-    Values inside bodies of If, Loop and Scan are not seen; the results of these nodes are.
+    Of values inside bodies of If, Loop and Scan the graph itself keeps the largest size and counts elements, NaN and infinities; in
+    what else has a body (SequenceMap), and below opset 11, they are not seen.
 
     Args:
         model: A model, mixed or FP32.
@@ -120,7 +135,8 @@ def observe(model: ir.Model, batches: Iterable[Mapping[str, Any]], limits: Float
     """
     model = model.clone()
     types.infer(model)
-    rows, places = _points(model)
+    rows, places = _points(model, list(model.graph))
+    inner, inner_places = _points(model, [node for node in all_nodes(model.graph) if node.graph is not model.graph])
     emulated = emulate(model)
     graph = emulated.graph
     made = {value.name: value for node in graph for value in node.outputs}
@@ -135,12 +151,12 @@ def observe(model: ir.Model, batches: Iterable[Mapping[str, Any]], limits: Float
         place = next((name for name in (f"{places[row.value]}/exact", places[row.value]) if name in made), None)
         if place is not None:
             fetched.setdefault(place, []).append(row)
-    for old in list(graph.outputs):
-        graph.outputs.remove(old)
+    graph.outputs.clear()
     names = list(fetched)
     graph.outputs.extend(made[name] for name in names)
+    counted = _count_inside(emulated, inner, inner_places)
     session = open_session(emulated, SessionConfig(provider="cpu", optimization="basic", memory_pattern=False))
-    measured = {row.value: BY_IR[ir.DataType[_IR[row.precision]]] for row in rows if row.precision != "fp32"}
+    measured = {row.value: BY_NAME[row.precision] for row in (*rows, *inner) if row.precision != "fp32"}
     for index, feeds in enumerate(batches):
         for name in fed.keys() & feeds.keys():
             for row in fed[name]:
@@ -150,20 +166,44 @@ def observe(model: ir.Model, batches: Iterable[Mapping[str, Any]], limits: Float
                 if isinstance(array, np.ndarray):
                     for row in fetched[name]:
                         row.add(array, measured.get(row.value, limits), index)
+        if counted:
+            numbers = run(session, feeds, [name for _, names in counted for name in names])
+            for row, (count, nan, inf, largest) in counted:
+                found = int(numbers[count]), int(numbers[nan]), int(numbers[inf]), float(numbers[largest])
+                row.add_numbers(found, measured.get(row.value, limits), index)
+    rows += inner
     _mark_expected(model, rows)
     return [row for row in rows if row.count]
 
 
-_IR = {"fp16": "FLOAT16", "bf16": "BFLOAT16"}
+def _count_inside(
+    emulated: ir.Model, rows: list[Observed], places: Mapping[str, str]
+) -> list[tuple[Observed, tuple[str, str, str, str]]]:
+    """Let the graph count the values inside bodies: each row with the outputs that tell.
+
+    Bodies beside each other may use one name for two values: then they share a row.
+    """
+    made: dict[str, list[ir.Value]] = {}
+    for node in all_nodes(emulated.graph):
+        for value in node.outputs:
+            if node.graph is not emulated.graph and value.name:
+                made.setdefault(value.name, []).append(value)
+    of_value = {
+        value: row
+        for row in rows
+        for value in made.get(f"{places[row.value]}/exact") or made.get(places[row.value]) or ()
+    }
+    found = add_extremes(emulated, of_value)
+    return [(of_value[value], dataclasses.astuple(names)) for value, names in found.items()]
 
 
-def _points(model: ir.Model) -> tuple[list[Observed], dict[str, str]]:
+def _points(model: ir.Model, nodes: Iterable[ir.Node]) -> tuple[list[Observed], dict[str, str]]:
     """One row per float value, and the value that shows it before its rounding: of a Cast to 16 bits its operand."""
     rows: list[Observed] = []
     places: dict[str, str] = {}
-    for node in model.graph:
+    for node in nodes:
         for value in node.outputs:
-            if not value.name or value.dtype is None or value.dtype not in BY_IR:
+            if not value.name or value.dtype is None or value.dtype not in BY_IR or value.name in places:
                 continue
             kind = BY_IR[value.dtype].name
             backward = "onnxamp.backward" in node.metadata_props
@@ -235,8 +275,9 @@ _LETS_THROUGH = frozenset(
 def _mark_expected(model: ir.Model, rows: list[Observed]) -> None:
     """Infinities that come from an infinite (or, in 16 bits, a too large) constant are meant: attention masks."""
     by_value = {row.value: row for row in rows}
-    tainted = {value for value in model.graph.initializers.values() if _infinite(value.const_value)}
-    for node in model.graph:
+    graphs = (model.graph, *model.graph.subgraphs())
+    tainted = {value for graph in graphs for value in graph.initializers.values() if _infinite(value.const_value)}
+    for node in all_nodes(model.graph):
         if node.op_type not in _LETS_THROUGH:
             continue
         attributes = [a.value for a in node.attributes.values() if a.type == ir.AttributeType.TENSOR]

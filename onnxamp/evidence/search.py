@@ -321,8 +321,13 @@ class _Search:
         return best
 
     def lowered(self, best: Trial, found: dict[str, Sensitivity]) -> Trial:
-        """Lower islands, the least sensitive first, as many as pass."""
-        islands = [(max(_score(found, name) for name in group), group) for group in self.space.islands()]
+        """Lower islands, the least sensitive first, as many as pass; what no sample ran stays as rules have it."""
+        unseen = {name for name, item in found.items() if not item.seen}
+        islands = [
+            (max(_score(found, name) for name in group), group)
+            for group in self.space.islands()
+            if unseen.isdisjoint(group)
+        ]
         groups = [group for score, group in sorted(islands, key=lambda item: item[0]) if score != float("inf")]
         pending = [groups] if groups else []
         while pending and self.left:

@@ -45,12 +45,14 @@ class Sensitivity:
         op_type: Its operator.
         local: Noise-to-signal ratio of its result, the worst of all samples; infinite where the 16-bit result overflows.
         effect: Relative noise at the outputs per relative noise of its result.
+        seen: Whether it ran on the samples at all: a branch may not be taken.
     """
 
     node: str
     op_type: str
     local: float
     effect: float
+    seen: bool = True
 
     @property
     def score(self) -> float:
@@ -71,13 +73,14 @@ def sensitivities(plan: Plan, samples: Iterable[Sample], config: SessionConfig) 
     """
     model, readings = probe(plan)
     session = open_session(model, dataclasses.replace(config, optimization="basic"))
-    power, noise = _measure(session, readings, samples)
+    power, noise, seen = _measure(session, readings, samples)
     gains = effects(plan.graph.model, power)
     result: dict[str, Sensitivity] = {}
     for reading in readings:
         if reading.noise and not moves_data(reading.node):
             name = label(reading.node)
-            found = Sensitivity(name, reading.node.op_type, noise[reading.value], gains[reading.value])
+            value = reading.value
+            found = Sensitivity(name, reading.node.op_type, noise[value], gains[value], value in seen)
             if name not in result or found.score > result[name].score:
                 result[name] = found
     return result
@@ -85,8 +88,8 @@ def sensitivities(plan: Plan, samples: Iterable[Sample], config: SessionConfig) 
 
 def _measure(
     session: object, readings: list[Reading], samples: Iterable[Sample]
-) -> tuple[dict[ir.Value, float], dict[ir.Value, float]]:
-    """Mean square of each value over the samples, and the worst noise-to-signal ratio of each result with a twin."""
+) -> tuple[dict[ir.Value, float], dict[ir.Value, float], set[ir.Value]]:
+    """Mean square of each value over the samples, the worst noise-to-signal ratio of each result with a twin, and what had elements."""
     total: dict[ir.Value, float] = collections.defaultdict(float)
     count: dict[ir.Value, float] = collections.defaultdict(float)
     worst: dict[ir.Value, float] = collections.defaultdict(float)
@@ -99,7 +102,7 @@ def _measure(
             if reading.noise:
                 ratio = _ratio(float(found[reading.noise]), signal)
                 worst[reading.value] = max(worst[reading.value], ratio)
-    return {value: total[value] / max(1.0, count[value]) for value in total}, worst
+    return {value: total[value] / max(1.0, count[value]) for value in total}, worst, {v for v in count if count[v]}
 
 
 def _ratio(noise: float, signal: float) -> float:
@@ -111,7 +114,10 @@ def _ratio(noise: float, signal: float) -> float:
 
 
 def effects(model: ir.Model, power: dict[ir.Value, float]) -> dict[ir.Value, float]:
-    """For each top-level value, relative noise at the outputs per relative noise of it.
+    """For each value, relative noise at the outputs per relative noise of it.
+
+    Noise of a body's output is noise of the node's result, noise of the node's operand noise of the body's input. What a Loop or Scan
+    carries from one iteration to the next counts once.
 
     Args:
         model: The model.
@@ -120,17 +126,38 @@ def effects(model: ir.Model, power: dict[ir.Value, float]) -> dict[ir.Value, flo
     effect: dict[ir.Value, float] = collections.defaultdict(float)
     for value in model.graph.outputs:
         effect[value] = 1.0
-    for node in reversed(list(model.graph)):
+    _spread(model.graph, effect, power)
+    return effect
+
+
+def _spread(graph: ir.Graph, effect: dict[ir.Value, float], power: dict[ir.Value, float]) -> None:
+    """From the results of the nodes of a graph to what they read."""
+    for node in reversed(list(graph)):
         reach = max((effect[value] for value in node.outputs if value in effect), default=0.0)
         if not reach:
             continue
+        if (inner := list(bodies(node))) and node.op_type in ("If", "Loop", "Scan"):
+            for body in inner:
+                _spread_body(node, body, effect, power)
+            continue
         read = {value for value in node.inputs if value is not None}
-        for body in bodies(node):
-            read.update(value for inner in body.all_nodes() for value in inner.inputs if value is not None)
+        for body in inner:
+            read.update(value for each in body.all_nodes() for value in each.inputs if value is not None)
         result = next((power[value] for value in node.outputs if power.get(value)), 0.0)
         for value in read:
             effect[value] = min(_MOST, effect[value] + reach * _gain(node, power.get(value, 0.0), result))
-    return effect
+
+
+def _spread_body(node: ir.Node, body: ir.Graph, effect: dict[ir.Value, float], power: dict[ir.Value, float]) -> None:
+    """Through a body, from the node's results to its operands and to what the body reads from outside."""
+    skipped = 1 if node.op_type == "Loop" else 0  # the condition, which is no result
+    for inner, outer in zip(body.outputs[skipped:], node.outputs, strict=False):
+        effect[inner] += effect[outer]
+    _spread(body, effect, power)
+    given = 2 if node.op_type == "Loop" else 0  # the number of iterations and the condition
+    for inner, operand in zip(body.inputs[given:], node.inputs[given:], strict=False):
+        if operand is not None:
+            effect[operand] = min(_MOST, effect[operand] + effect[inner])
 
 
 def _gain(node: ir.Node, operand: float, result: float) -> float:

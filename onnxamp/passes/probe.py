@@ -3,12 +3,14 @@
 Rules:
 
 1. The model computes as before; its outputs are replaced by the readings.
-2. Every top-level node with an fp32 tensor result that a plan makes 16-bit gets a twin. The twin reads the exact operands, rounded to the
+2. Every node with an fp32 tensor result that a plan makes 16-bit gets a twin. The twin reads the exact operands, rounded to the
    16-bit type where the plan reads them so, and its result is rounded likewise (unless it only moves data).
 3. Readings for a result y and its twin y': the sums of squares ``Σ y²`` and ``Σ (y' - y)²``, and the number of elements. Overflow of
    the twin makes the second infinite or NaN.
 4. Nodes with bodies, and nodes that draw random numbers, get no twin. Results that carry a mask are compared above the type's lowest
    number: a conversion clamps masks there.
+5. Inside a body the twin stands in the body, and the readings are added up over all its runs (`onnxamp.passes.lift`). Where that is
+   not to be had (SequenceMap, below opset 11), there is no reading.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import onnx_ir as ir
 
 from onnxamp.dtypes import FloatType
 from onnxamp.model.signatures import operator_name
-from onnxamp.model.units import bodies
+from onnxamp.model.units import all_nodes, bodies
 from onnxamp.passes.emulate import moves_data
+from onnxamp.passes.lift import Lift
 from onnxamp.policy.plan import Plan
 
 _RANDOM = frozenset(
@@ -74,39 +77,43 @@ class _Instrument:
         self.model = model
         self.graph = model.graph
         self.low: FloatType = plan.options.low
-        self.rounded: dict[ir.Value, ir.Value] = {}
+        self.rounded: dict[tuple[ir.Graph, ir.Value], ir.Value] = {}
         self.count = 0
         self.floor: ir.Value | None = None
+        self.lift = Lift(model, self.name)
 
     def run(self) -> list[Reading]:
         """Add twins and readings."""
         masked = self.masked()
-        originals = list(self.plan.graph.model.graph)
-        copies = list(self.graph)
+        originals = list(all_nodes(self.plan.graph.model.graph))
+        copies = list(all_nodes(self.graph))
         outputs: list[ir.Value] = []
         readings = []
         for original, node in zip(originals, copies, strict=True):
-            twin = self.twin(original, node)
-            for index, value in enumerate(node.outputs):
+            graph = node.graph
+            if not isinstance(graph, ir.Graph) or not self.lift.reaches(graph):
+                continue
+            twin = self.twin(original, node, graph)
+            for index, value in enumerate(original.outputs):
+                exact = node.outputs[index]
                 if not _is_fp32(value) or operator_name(node) == "Constant":
                     continue
-                mine = [self.reduced(value), self.made("Size", [value], ir.DataType.INT64)]
+                mine = [self.reduced(graph, exact), self.made(graph, "Size", [exact], ir.DataType.INT64)]
                 if twin is not None:
                     other = twin.outputs[index]
                     if not moves_data(node):
-                        other = self.round(other)
-                    mine.append(self.reduced(self.difference(other, value, original.outputs[index] in masked)))
+                        other = self.round(graph, other)
+                    mine.append(self.reduced(graph, self.difference(graph, other, exact, value in masked)))
+                mine = [self.lift.sum(reading) for reading in mine]
                 names = [reading.name or "" for reading in mine]
                 outputs += mine
-                readings.append(
-                    Reading(original, original.outputs[index], names[0], names[2] if len(names) > 2 else "", names[1])
-                )
+                readings.append(Reading(original, value, names[0], names[2] if len(names) > 2 else "", names[1]))
         self.graph.outputs.clear()
         self.graph.outputs.extend(outputs)
         return readings
 
-    def twin(self, original: ir.Node, node: ir.Node) -> ir.Node | None:
-        """`node` again with rounded operands, at the end of the graph; None if its 16-bit result is not to be had."""
+    def twin(self, original: ir.Node, node: ir.Node, graph: ir.Graph) -> ir.Node | None:
+        """`node` again with rounded operands, at the end of its graph; None if its 16-bit result is not to be had."""
         units = [unit for unit in self.plan.graph.of.get(original, ()) if self.plan.decisions[unit].precision != "fp32"]
         if not units or operator_name(node) in _RANDOM or any(True for _ in bodies(original)):
             return None
@@ -114,7 +121,7 @@ class _Instrument:
             return None
         low = {read.index for unit in units for read in unit.reads if read.site is original}
         operands = [
-            self.round(value) if index in low and value is not None and _is_fp32(value) else value
+            self.round(graph, value) if index in low and value is not None and _is_fp32(value) else value
             for index, value in enumerate(node.inputs)
         ]
         twin = ir.Node(
@@ -131,21 +138,21 @@ class _Instrument:
         for fresh, value in zip(twin.outputs, node.outputs, strict=True):
             if not value.name:
                 fresh.name = ""
-        self.graph.append(twin)
+        graph.append(twin)
         return twin
 
-    def round(self, value: ir.Value) -> ir.Value:
-        """`value` to 16 bits and back."""
-        if value not in self.rounded:
-            down = self.made("Cast", [value], self.low.ir, to=self.low.ir)
-            self.rounded[value] = self.made("Cast", [down], ir.DataType.FLOAT, to=ir.DataType.FLOAT)
-        return self.rounded[value]
+    def round(self, graph: ir.Graph, value: ir.Value) -> ir.Value:
+        """`value` to 16 bits and back, where `graph` sees it."""
+        if (graph, value) not in self.rounded:
+            down = self.made(graph, "Cast", [value], self.low.ir, to=self.low.ir)
+            self.rounded[graph, value] = self.made(graph, "Cast", [down], ir.DataType.FLOAT, to=ir.DataType.FLOAT)
+        return self.rounded[graph, value]
 
-    def reduced(self, value: ir.Value) -> ir.Value:
+    def reduced(self, graph: ir.Graph, value: ir.Value) -> ir.Value:
         """The sum of squares of all elements."""
-        return self.made("ReduceSumSquare", [value], ir.DataType.FLOAT, keepdims=0)
+        return self.made(graph, "ReduceSumSquare", [value], ir.DataType.FLOAT, keepdims=0)
 
-    def difference(self, twin: ir.Value, value: ir.Value, masked: bool) -> ir.Value:
+    def difference(self, graph: ir.Graph, twin: ir.Value, value: ir.Value, masked: bool) -> ir.Value:
         """The twin's error; of a mask, above the lowest number of the type."""
         if masked:
             if self.floor is None:
@@ -154,22 +161,25 @@ class _Instrument:
                     name=self.name(), type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]), const_value=attribute
                 )
                 self.graph.register_initializer(self.floor)
-            twin, value = (self.made("Max", [side, self.floor], ir.DataType.FLOAT) for side in (twin, value))
-        return self.made("Sub", [twin, value], ir.DataType.FLOAT)
+            twin, value = (self.made(graph, "Max", [side, self.floor], ir.DataType.FLOAT) for side in (twin, value))
+        return self.made(graph, "Sub", [twin, value], ir.DataType.FLOAT)
 
     def masked(self) -> set[ir.Value]:
         """The results that carry a mask which a conversion clamps."""
         found: set[ir.Value] = set(self.plan.clamped)
-        for node in self.plan.graph.model.graph:
+        for node in all_nodes(self.plan.graph.model.graph):
             if operator_name(node) in _CARRIES and any(value in found for value in node.inputs if value is not None):
                 found.update(node.outputs)
         return found
 
-    def made(self, op_type: str, inputs: list[ir.Value], dtype: ir.DataType, **attributes: int) -> ir.Value:
-        """The result of a new node at the end of the graph."""
-        out = ir.Value(name=self.name(), type=ir.TensorType(dtype))
+    def made(
+        self, graph: ir.Graph, op_type: str, inputs: list[ir.Value], dtype: ir.DataType, **attributes: int
+    ) -> ir.Value:
+        """The result of a new node at the end of a graph."""
+        scalar = ir.Shape([]) if op_type == "Size" or "keepdims" in attributes else None
+        out = ir.Value(name=self.name(), type=ir.TensorType(dtype), shape=scalar)
         listed = [ir.AttrInt64(name, int(number)) for name, number in attributes.items()]
-        self.graph.append(ir.Node("", op_type, inputs, listed, outputs=[out], name=self.name()))
+        graph.append(ir.Node("", op_type, inputs, listed, outputs=[out], name=self.name()))
         return out
 
     def name(self) -> str:

@@ -155,6 +155,149 @@ def test_calibration_finds_the_node_that_overflows_on_the_data_only(fault) -> No
     assert onnxamp.verify(model, result.model, data, check_file=False).passed
 
 
+@pytest.mark.parametrize("fault", [residual, temperature, outlier, positions])
+def test_what_overflows_fp16_is_ordinary_in_bf16(fault) -> None:
+    model, data, _, node = fault()
+    calibration = calibrate(model, data, dtype="bf16")
+    assert calibration.beyond == []
+    result = onnxamp.convert(model, dtype="bf16", ranges=calibration.ranges)
+    assert {n.name: d for n, d in result.plan.nodes.items()}[node].code != codes.RANGE
+
+
+def test_beyond_bf16_is_found_too() -> None:
+    model, data, value, node = temperature()
+    data["t"] = np.array([1e36], np.float32)
+    calibration = calibrate(model, data, dtype="bf16")
+    assert value in {row.value for row in calibration.beyond}
+    result = onnxamp.convert(model, dtype="bf16", ranges=calibration.ranges)
+    assert {n.name: d for n, d in result.plan.nodes.items()}[node].code == codes.RANGE
+
+
+# The temperature fault in a body; `[up]` overflows in fp16 on the data only, and what it makes never leaves the body.
+BODIES = {
+    "If": """y = If(c)<
+        then_branch = yes () => (float[2,16] o) { [up] u = Mul(x, t)  [p] p = Softmax<axis = -1>(u)  [mm] o = MatMul(p, w) },
+        else_branch = no () => (float[2,16] e) { [calm] e = MatMul(x, w) }>""",
+    "Loop": """y = Loop<body = b (int64 i, bool go, float[2,16] s) => (bool more, float[2,16] o) {
+        more = Identity(go)  [up] u = Mul(x, t)  [p] p = Softmax<axis = -1>(u)  [mm] m = MatMul(p, w)  [calm] o = Add(m, s) }>(n, c, x)""",
+    "Scan": """[twice] xx = Concat<axis = 0>(x, x)  shape = Constant<value_ints = [2, 2, 16]>()  seq = Reshape(xx, shape)
+        last, all = Scan<num_scan_inputs = 1, body = b (float[2,16] s, float[2,16] e) => (float[2,16] o, float[2,16] o2) {
+        [up] u = Mul(e, t)  [p] p = Softmax<axis = -1>(u)  [mm] m = MatMul(p, w)  [calm] o = Add(m, s)  o2 = Identity(o) }>(x, seq)
+        y = Identity(last)""",
+    "If in Loop": """y = Loop<body = b (int64 i, bool go, float[2,16] s) => (bool more, float[2,16] o) {
+        more = Identity(go)  zero = Constant<value_int = 0>()  first = Equal(i, zero)
+        o = If(first)<
+            then_branch = yes () => (float[2,16] a) { [up] u = Mul(x, t)  [p] p = Softmax<axis = -1>(u)  [mm] a = MatMul(p, w) },
+            else_branch = no () => (float[2,16] e) { [calm] e = MatMul(s, w) }> }>(n, c, x)""",
+}
+
+
+def nested(kind: str) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    model = proto(f"g (float[2,16] x, float[1] t, bool c, int64 n) => (float[2,16] y) {{ {BODIES[kind]} }}", w=W)
+    onnx.checker.check_model(model, full_check=True)
+    x = np.full((2, 16), 200, np.float32)
+    return model, {"x": x, "t": np.array([1000], np.float32), "c": np.array(True), "n": np.array(3)}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_calibration_finds_the_node_inside_a_body(kind: str) -> None:
+    model, data = nested(kind)
+    calibration = calibrate(model, data)
+    (row,) = calibration.beyond
+    assert (row.value, row.node, row.op) == ("u", "up", "Mul")
+    assert row.absmax == 200_000
+    assert row.count == {"If": 32, "Loop": 96, "Scan": 64, "If in Loop": 32}[kind]
+    result = onnxamp.convert(model, ranges=calibration.ranges)
+    decision = {n.name: d for n, d in result.plan.nodes.items()}["up"]
+    assert (decision.precision, decision.code, decision.evidence["value"]) == ("fp32", codes.RANGE, "u")
+    assert onnxamp.verify(model, result.model, data, check_file=False).passed
+    calm = calibrate(model, data | {"t": np.array([1], np.float32)})
+    assert calm.beyond == []
+    assert {row.value for row in calm.values} >= {"u", "p"}
+
+
+def test_a_body_that_never_runs_has_no_ranges() -> None:
+    model, data = nested("Loop")
+    names = {row.value for row in calibrate(model, data | {"n": np.array(0)}).values}
+    assert names == {"x", "t", "y"}
+    model, data = nested("If")
+    names = {row.value for row in calibrate(model, data | {"c": np.array(False)}).values}
+    assert names == {"x", "t", "y", "e"}
+
+
+def test_a_body_that_cannot_be_measured_is_named() -> None:
+    model, data = nested("If")
+    model.opset_import[0].version = 10
+    del model.graph.node[:]
+    model.graph.MergeFrom(
+        parser.parse_graph("""g () => () { y = If(c)<
+        then_branch = yes () => (float[2,16] o) { [up] u = Mul(x, t)  o = Tanh(u) },
+        else_branch = no () => (float[2,16] e) { [calm] e = MatMul(x, w) }> }""")
+    )
+    (warning,) = calibrate(model, data).warnings()
+    assert "If 'y'" in warning
+
+
+def test_ranges_inside_a_body_equal_those_of_the_values_in_memory() -> None:
+    model, data = nested("If in Loop")
+    rng = np.random.default_rng(3)
+    samples = [data | {"x": rng.standard_normal((2, 16)).astype(np.float32)} for _ in range(5)]
+    found = {row.value: row for row in calibrate(model, samples).values}
+    exact: dict[str, list[np.ndarray]] = {"u": [], "a": [], "e": []}
+    for sample in samples:
+        u = sample["x"] * sample["t"]
+        weights = np.exp(u - u.max(-1, keepdims=True))
+        a = weights / weights.sum(-1, keepdims=True) @ W
+        for name, array in (("u", u), ("a", a), ("e", a @ W), ("e", a @ W @ W)):
+            exact[name].append(array)
+    for name, arrays in exact.items():
+        assert found[name].absmax == pytest.approx(max(np.abs(array).max() for array in arrays), rel=1e-5)
+        assert found[name].count == sum(array.size for array in arrays)
+
+
+def test_nan_and_infinities_inside_a_body_are_said() -> None:
+    model = proto(
+        """g (float[2,16] x, bool c) => (float[2,16] y) { y = If(c)<
+        then_branch = yes () => (float[2,16] o) { [root] r = Sqrt(x)  [zero] z = Sub(r, r)  [over] o = Div(x, z) },
+        else_branch = no () => (float[2,16] e) { [calm] e = Identity(x) }> }"""
+    )
+    x = np.ones((2, 16), np.float32)
+    x[0, 0] = -1
+    calibration = calibrate(model, {"x": x, "c": np.array(True)})
+    found = {row.value: (row.count, row.nan, row.inf, row.absmax) for row in calibration.values}
+    assert found["r"] == (32, 1, 0, 1.0)
+    assert found["o"] == (32, 1, 31, 0.0)
+    assert calibration.warnings()
+
+
+def test_a_function_is_seen_where_it_is_called() -> None:
+    model, data, _, _ = temperature()
+    graph = model.graph
+    call = onnx.helper.make_node("Scaled", ["q", "t"], ["s"], domain="local", name="call")
+    function = onnx.helper.make_function(
+        "local", "Scaled", ["a", "b"], ["r"], [onnx.helper.make_node("Mul", ["a", "b"], ["r"], name="up")],
+        [onnx.helper.make_opsetid("", 20)],
+    )  # fmt: skip
+    graph.node[1].CopyFrom(call)
+    model.functions.append(function)
+    model.opset_import.append(onnx.helper.make_opsetid("local", 1))
+    calibration = calibrate(model, data)
+    assert [row.value for row in calibration.beyond] == ["s"]
+    result = onnxamp.convert(model, ranges=calibration.ranges)
+    decisions = {n.outputs[0].name: d for n, d in result.plan.nodes.items()}
+    assert (decisions["s"].precision, decisions["s"].code) == ("fp32", codes.RANGE)
+
+
+@pytest.mark.parametrize("fault", [residual, temperature, outlier, positions])
+def test_without_data_a_fault_is_warned_of(fault) -> None:
+    model, _, _, node = fault()
+    calibration = calibrate(model)
+    (warning,) = calibration.warnings()
+    assert "a value that grows only on real data is not seen" in warning
+    result = onnxamp.convert(model, ranges=calibration.ranges)
+    assert {n.name: d for n, d in result.plan.nodes.items()}[node].code != codes.RANGE
+
+
 def test_the_faults_are_real() -> None:
     """Without calibration two of them spoil the outputs: what the others break is hidden by their LayerNormalization or cosine."""
     failed = []

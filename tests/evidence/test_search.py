@@ -102,6 +102,56 @@ def test_an_island_that_overflows_is_never_lowered() -> None:
     assert {item.node: item.local for item in found.ranking}["exp"] == float("inf")
 
 
+IN_A_LOOP = proto(
+    """g (float[8,32] x, bool c, int64 n) => (float[8,32] y)
+    { y = Loop<body = b (int64 i, bool go, float[8,32] s) => (bool more, float[8,32] o) {
+        more = Identity(go)  [l1] a = MatMul(s, w1)  [l2] b = MatMul(s, w2)  [c] d = Sub(a, b)  [l3] e = MatMul(d, w3)
+        o = If(c)<then_branch = yes () => (float[8,32] t) { [soft] q = Softmax<axis = -1>(e)  [m1] t = MatMul(q, w4) },
+                  else_branch = no () => (float[8,32] f) { [lsm] r = LogSoftmax<axis = -1>(e)  [m2] f = MatMul(r, w4) }> }>(n, c, x) }""",
+    w1=base,
+    w2=(base + 1e-3 * weights(32, 32)).astype(np.float32),
+    w3=weights(32, 32) * 1000,
+    w4=weights(32, 32) * 4,
+)
+LOOP_DATA = [sample | {"c": np.array(True), "n": np.array(2)} for sample in DATA]
+
+
+def test_nodes_inside_bodies_are_ranked_and_raised() -> None:
+    found = search(IN_A_LOOP, FP16, Tolerance(snr=45), LOOP_DATA)
+    assert found.trials[0].result.missed
+    assert found.feasible
+    assert {"l1", "l2"} <= set(found.best.raised)
+    assert precisions(found)["l3"] == "fp16"
+    scores = {item.node: item.score for item in found.ranking}
+    assert min(scores["l1"], scores["l2"]) > 100 * scores["l3"] > 0
+    assert {item.node for item in found.ranking if not item.seen} == {"lsm", "m2"}
+
+
+def test_the_twin_in_a_loop_sees_every_iteration() -> None:
+    """The local noise of a node in a body is that of all its results together, one after the other."""
+    x, exact, noise = LOOP_DATA[0]["x"], 0.0, 0.0
+    w1, w2, w3, w4 = (numpy_helper.to_array(tensor) for tensor in IN_A_LOOP.graph.initializer)
+    state = x
+    for _ in range(2):
+        y = state @ w1
+        twin = (state.astype(np.float16).astype(np.float32) @ w1.astype(np.float16).astype(np.float32)).astype(
+            np.float16
+        )
+        exact, noise = exact + float(np.sum(y**2)), noise + float(np.sum((twin.astype(np.float32) - y) ** 2))
+        e = (y - state @ w2) @ w3
+        state = np.exp(e - e.max(-1, keepdims=True))
+        state = state / state.sum(-1, keepdims=True) @ w4
+    found = {item.node: item.local for item in search(IN_A_LOOP, FP16, Tolerance(), LOOP_DATA[:1], max_evals=1).ranking}
+    assert found["l1"] == pytest.approx(noise / exact, rel=1e-2)
+
+
+def test_an_island_that_no_sample_ran_is_not_lowered() -> None:
+    found = search(IN_A_LOOP, FP16, Tolerance(cosine=0.5), LOOP_DATA)
+    assert "soft" in found.best.lowered
+    assert "lsm" not in found.best.lowered
+    assert precisions(found)["lsm"] == "fp32"
+
+
 def test_infeasible_is_said_with_the_figure() -> None:
     """A 16-bit interface rounds whatever the nodes do: nothing that the search may turn gives 100 dB."""
     found = search(ISLANDS, Options(level="O2", io="low"), Tolerance(snr=100), DATA)
