@@ -29,6 +29,7 @@ from onnxamp.training.bundle import MANIFEST
 logger = logging.getLogger("onnxamp")
 
 _MARKER = ".onnxamp-run"
+_FORMAT = "onnxamp-run/1"  # first line of the marker: which files a run has, and what they mean
 _OURS = (
     "config.toml",
     "bundle",
@@ -70,8 +71,11 @@ class Run:
 
     @property
     def ours(self) -> bool:
-        """Whether `create` made the folder, so that the files of a run in it may be replaced."""
-        return self._marker.is_file()
+        """Whether `create` of this format made the folder, so that the files of a run in it may be replaced."""
+        try:
+            return self._marker.read_text(encoding="utf-8").partition("\n")[0] == _FORMAT
+        except (OSError, UnicodeDecodeError):
+            return False
 
     @property
     def exists(self) -> bool:
@@ -98,7 +102,7 @@ class Run:
             if self.folder.is_dir() and any(self.folder.iterdir()):
                 if not self.ours:
                     raise UsageError(
-                        f"{self.folder} is not empty and no run (it has no {_MARKER}): name another folder for the run."
+                        f"{self.folder} is not empty and no run (it has no {_MARKER} of {_FORMAT}): name another folder for the run."
                     )
                 if not force:
                     raise UsageError(
@@ -106,7 +110,9 @@ class Run:
                     )
                 self._keep_off(inputs)
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._marker.write_text("A run of onnxamp, which may replace its own files here.\n", encoding="utf-8")
+            self._marker.write_text(
+                f"{_FORMAT}\nA run of onnxamp, which may replace its own files here.\n", encoding="utf-8"
+            )
             for name in _OURS:
                 path = self.folder / name
                 if path.is_dir() and not path.is_symlink():

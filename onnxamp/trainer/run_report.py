@@ -81,7 +81,7 @@ def _figures(windows: Sequence[Entry], evaluations: Sequence[Entry], reason: str
         note = f"at the best val_loss, window {best['window']:,}"
         items += [(k, f"{v:.4g}", note) for k, v in best.items() if k not in ("kind", "window", "step", "epoch")]
     if seconds:
-        items.append(("throughput", f"{rows / seconds:,.0f} rows/s", f"{waited / seconds:.1%} waiting for data"))
+        items.append(("rows per second", f"{rows / seconds:,.0f}", f"{waited / seconds:.1%} waiting for data"))
         items.append(("training time", amount(seconds), f"{rows:,} rows"))
     memory = [entry["memory"] for entry in windows if entry.get("memory")]
     if memory:
