@@ -13,8 +13,13 @@ _STANDARD = ("", "com.microsoft")
 
 def page() -> str:
     """Markdown: each operator with a rule and its operands, then those that nothing flows back through."""
+    counts = [sum(domain == wanted for domain, _ in RULES) for wanted in _STANDARD]
     lines = [
         "# Operators with a gradient",
+        "",
+        f"{sum(counts)} operators have a gradient: {counts[0]} of ONNX and {counts[1]} of ONNX Runtime (com.microsoft). Through "
+        f"{len(ZERO_GRADIENT)} more nothing flows, which is not counted. Most variants within an operator are there; those that are not "
+        "are listed under [Gradients](autodiff.md).",
         "",
         "A gradient through another operator, or through an operand that the table does not name, is refused with the node's name.",
         "",

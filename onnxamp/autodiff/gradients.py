@@ -16,9 +16,8 @@ from onnxamp.autodiff.registry import rule_of
 from onnxamp.autodiff.reverse import backward
 from onnxamp.errors import UsageError
 from onnxamp.model.preparation import prepared
-from onnxamp.passes.integers import FoldIntegers, settle
+from onnxamp.passes.integers import settle
 from onnxamp.passes.norms import DecomposeBatchNorm
-from onnxamp.passes.sequences import FoldSequences
 
 
 def gradient_model(
@@ -73,9 +72,7 @@ def prepare(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Mo
     """A private copy that can be differentiated: functions inlined, typed, integer constants and sequences folded, training
     BatchNormalization decomposed."""
     result = prepared(model)
-    folded = FoldIntegers()(result).modified
-    if FoldSequences()(result).modified or folded:
-        settle(result)
+    settle(result)
     DecomposeBatchNorm()(result)
     return result
 

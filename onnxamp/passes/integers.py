@@ -8,6 +8,7 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from onnxamp.model.types import infer
+from onnxamp.passes.sequences import FoldSequences
 
 # fmt: off
 _FOLDED = frozenset({
@@ -76,12 +77,12 @@ def _is_setting(value: ir.Value) -> bool:
 
 
 def settle(model: ir.Model, rounds: int = 4) -> None:
-    """Infer types and fold integers until no more follow: each tells the other sizes."""
+    """Fold integers and sequences and infer types, until no more follows: a folded size makes shapes static, these more sizes."""
     for _ in range(rounds):
-        infer(model)
-        if not FoldIntegers()(model).modified:
+        folded = FoldIntegers()(model).modified
+        if not FoldSequences()(model).modified and not folded:
             return
-    infer(model)
+        infer(model)
 
 
 def _evaluate(node: ir.Node, known: dict[ir.Value, np.ndarray], opset: int) -> np.ndarray | None:

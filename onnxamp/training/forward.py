@@ -12,9 +12,8 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model import io, types
 from onnxamp.model.inlining import inline_float_functions
-from onnxamp.passes.integers import FoldIntegers, settle
+from onnxamp.passes.integers import settle
 from onnxamp.passes.reshapes import ConstantReshapes
-from onnxamp.passes.sequences import FoldSequences
 from onnxamp.training.loss_model import join
 from onnxamp.training.losses import (
     NLL,
@@ -121,8 +120,7 @@ def training_form(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -
             _inference_batch_norm(node)
         elif node.op_type == "Dropout" and node.domain == "" and len(node.inputs) > 2:
             node.resize_inputs(2)
-    FoldIntegers()(model)
-    FoldSequences()(model)
+    types.infer(model)
     settle(model)
     ConstantReshapes()(model)
     return model

@@ -83,7 +83,7 @@ def collect(node_tests) -> list[Case]:
         graph = test.model.graph
         if not all(is_tensor(info) for info in (*graph.input, *graph.output)):
             continue
-        if FLOAT not in elements(graph.input) or not {FLOAT, DOUBLE} & set(elements(graph.output)):
+        if not all({FLOAT, DOUBLE} & set(elements(infos)) for infos in (graph.input, graph.output)):
             continue
         data = test.data_sets[0][0]
         arrays = [numpy_helper.to_array(x) if isinstance(x, TensorProto) else np.asarray(x) for x in data]
@@ -102,7 +102,7 @@ def in_double(case: Case) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     feeds = {}
     for info in list(graph.input):
         array = case.feeds[info.name]
-        if info.type.tensor_type.elem_type == FLOAT and not only_settings(graph, info.name):
+        if info.type.tensor_type.elem_type in (FLOAT, DOUBLE) and not only_settings(graph, info.name):
             info.type.tensor_type.elem_type = DOUBLE
             feeds[info.name] = moved(array.astype(np.float64), rng, 1.0 if case.name.startswith(UPWARDS) else -1.0)
         else:
@@ -277,3 +277,20 @@ def test_gradients(node_tests, run_reference, request):
         except Exception as problem:
             wrong[case.name] = " ".join(str(problem).split())[:300]
     assert not wrong
+
+
+def test_linear_attention(node_tests, run_reference):
+    """Defined with a state in float32, it has the gradient of its expanded form in float64, but for rounding."""
+    cases = {case.name: case for case in collect(node_tests)}
+    model, feeds = in_double(cases["test_linear_attention_gated_delta_gqa"])
+    expanded, _ = in_double(cases["test_linear_attention_gated_delta_gqa_expanded"])
+    rng = np.random.default_rng(0)
+    for info in model.graph.output:
+        feeds[f"seed_{info.name}"] = rng.standard_normal([dim.dim_value for dim in info.type.tensor_type.shape.dim])
+    results = []
+    for each in (model, expanded):
+        proto, _, given = differentiate(each)
+        results.append(dict(zip(given, run_reference(proto)([f"slope_{name}" for name in given], feeds), strict=True)))
+    assert len(results[0]) == 5
+    for name, value in results[0].items():
+        np.testing.assert_allclose(value, results[1][name], rtol=1e-4, atol=1e-5)

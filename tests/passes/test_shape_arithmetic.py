@@ -88,5 +88,6 @@ def test_sizes_tell_each_other():
           z = Constant<value = int64[1] {0}>() one = Constant<value = int64[1] {1}>() end = Unsqueeze(half, z)
           a = Slice(x, z, end, one) t = Shape(a) m = Gather(t, i) w = Unsqueeze(m, z) y = Slice(a, z, w, one) }"""
     model = ir.from_proto(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 18]> {text}'))
+    infer(model)
     settle(model)
     assert [node.op_type for node in model.graph if node.op_type not in ("Constant", "Shape")] == ["Slice", "Slice"]
