@@ -1,0 +1,228 @@
+"""`convert --auto` on a folder of models, beside onnxconverter-common's auto_mixed_precision.
+
+    python benchmarks/auto.py FOLDER --inputs NPZ_FOLDER [--dtypes fp16,bf16] [--only TEXT] [--peer PYTHON] [--limit SECONDS]
+        --log LOG.jsonl
+    python benchmarks/auto.py --table LOG.jsonl               # prints the tables of benchmarks/results/auto.md
+
+Tolerance: cosine 0.9999 in fp16, 0.999 in bf16, on the first input of each model (`MODEL.npz`; made up where there is none). Ours is judged
+under strict emulation, the peer as it judges itself: by ONNX Runtime's CPU provider, which hides overflow. `--peer` is a Python that has
+onnxconverter-common. A model that is in the log already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+import numpy as np
+import onnx
+
+COSINE = {"fp16": 0.9999, "bf16": 0.999}
+
+
+def ours(path: str, inputs: str, dtype: str) -> dict:
+    """Search, and what was found."""
+    from onnxamp.evidence import Tolerance
+    from onnxamp.evidence.search import search
+    from onnxamp.policy.options import Options
+
+    if not inputs:
+        inputs = os.path.join(tempfile.mkdtemp(), "made-up.npz")
+        np.savez(inputs, **made_up(path))
+    start, processor = time.perf_counter(), time.process_time()
+    found = search(path, Options(dtype=dtype), Tolerance(cosine=COSINE[dtype]), inputs)
+    first, best = found.trials[0], found.best
+    row = {
+        "seconds": time.perf_counter() - start,
+        "processor": time.process_time() - processor,
+        "feasible": found.feasible,
+        "share": [first.share, best.share],
+        "traffic": [first.traffic, best.traffic],
+        "cosine": [first.result.worst.cosine, best.result.worst.cosine],
+        "evaluations": len(found.trials) + (found.weights is not None),
+        "raised": len(best.raised),
+        "lowered": len(best.lowered),
+        "weights": None if found.weights is None else found.weights.result.worst.cosine,
+        "islands": dict(found.result.summary.islands),
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        out = os.path.join(scratch, "out.onnx")
+        found.result.save(out)
+        row["low"] = low_nodes(out)
+    return row
+
+
+def made_up(path: str) -> dict:
+    """One sample as `onnxamp verify` makes it up."""
+    from onnxamp.evidence.synthesis import synthesize
+    from onnxamp.model.preparation import prepared
+
+    return synthesize(prepared(path), 1)[0][0]
+
+
+def peer(path: str, inputs: str) -> dict:
+    """The same with auto_mixed_precision; its evaluations are sessions that it runs to the end."""
+    from onnxconverter_common.auto_mixed_precision import auto_convert_mixed_precision
+
+    model = onnx.load(path)
+    names = [value.name for value in model.graph.input]
+    with np.load(inputs) as arrays:
+        feeds = {(key if key in names else names[int(key)]): arrays[key] for key in arrays.files}
+    for index, node in enumerate(model.graph.node):
+        node.name = node.name or f"node_{index}"
+    count = 0
+
+    def good(reference: list, candidate: list) -> bool:
+        nonlocal count
+        count += 1
+        return all(cosine(a, b) >= COSINE["fp16"] for a, b in zip(reference, candidate, strict=True))
+
+    start, processor = time.perf_counter(), time.process_time()
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = auto_convert_mixed_precision(model, feeds, good, keep_io_types=True)
+    row = {"seconds": time.perf_counter() - start, "processor": time.process_time() - processor}
+    row["evaluations"] = count - 1  # the first compares the reference with itself
+    with tempfile.TemporaryDirectory() as scratch:
+        out = os.path.join(scratch, "out.onnx")
+        onnx.save(found, out)
+        row["low"] = low_nodes(out)
+    return row
+
+
+def cosine(a: object, b: object) -> float:
+    """Of two outputs; 1 or 0 for what is no float."""
+    x, y = np.asarray(a), np.asarray(b)
+    if x.dtype.kind != "f":
+        return float(np.array_equal(x, y))
+    x, y = x.astype(np.float64).ravel(), y.astype(np.float64).ravel()
+    if not np.isfinite(y).all():
+        return 0.0
+    norm = float(np.sqrt((x @ x) * (y @ y)))
+    return float(x @ y) / norm if norm else float(np.array_equal(x, y))
+
+
+def low_nodes(path: str) -> list[int]:
+    """Nodes with a 16-bit result, Casts and Constants left out, and all nodes with a float result."""
+    import judge
+
+    low = total = 0
+    for graph, seen in judge.scopes(judge.inferred(onnx.load(path)).graph):
+        for node in graph.node:
+            kinds = {seen.get(name) for name in node.output if name}
+            if node.op_type not in ("Cast", "Constant") and kinds & judge.FLOATS:
+                low, total = low + bool(kinds & judge.LOW), total + 1
+    return [low, total]
+
+
+def in_process(python: str, what: str, path: str, inputs: str, dtype: str, limit: float) -> dict:
+    """Run one of the two in a process of its own, which may fail or take too long."""
+    command = [python, "-W", "ignore", __file__, "--what", what, "--dtypes", dtype, "--inputs", inputs, path]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
+        return json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return {"error": f"stopped after {limit:.0f} s"}
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+        return {"error": " ".join(last.split())[:160]}
+
+
+def run(options: argparse.Namespace) -> None:
+    log = pathlib.Path(options.log)
+    done = {(r["model"], r["what"], r["dtype"]) for r in rows(log)} if log.exists() else set()
+    for path in sorted(pathlib.Path(options.folder).glob("*.onnx")):
+        if options.only not in path.stem:
+            continue
+        inputs = pathlib.Path(options.inputs, f"{path.stem}.npz")
+        data = str(inputs) if inputs.exists() else ""
+        if not data and options.peer:
+            data = os.path.join(tempfile.mkdtemp(), f"{path.stem}.npz")
+            np.savez(data, **made_up(str(path)))
+        jobs = [("ours", dtype, sys.executable) for dtype in options.dtypes.split(",")]
+        jobs += [("peer", "fp16", options.peer)] if options.peer else []
+        for what, dtype, python in jobs:
+            if (path.stem, what, dtype) in done:
+                continue
+            row = in_process(python, what, str(path), data, dtype, options.limit)
+            row |= {"model": path.stem, "what": what, "dtype": dtype}
+            with log.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+
+
+def rows(log: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def table(log: pathlib.Path) -> str:
+    """The two tables in Markdown."""
+    found = rows(log)
+    lines = [
+        "| model | dtype | O2 share | O2 cosine | share found | cosine found | traffic found / O2 | evaluations | raised | lowered | s |",
+        "|" + "---|" * 11,
+    ]
+    for row in sorted((r for r in found if r["what"] == "ours"), key=lambda r: (r["dtype"] != "fp16", r["model"])):
+        head = f"| {row['model']} | {row['dtype']} |"
+        if "error" in row:
+            lines.append(f"{head} {row['error']} |" + " |" * 8)
+            continue
+        verdict = "" if row["feasible"] else f" (infeasible: the weights alone give {row['weights']:.6f})"
+        lines.append(
+            f"{head} {row['share'][0]:.3f} | {row['cosine'][0]:.6f} | {row['share'][1]:.3f} | "
+            f"{row['cosine'][1]:.6f}{verdict} | {row['traffic'][1] / row['traffic'][0]:.3f} | {row['evaluations']} | {row['raised']} | "
+            f"{row['lowered']} | {row['seconds']:.1f} |"
+        )
+    lines += [
+        "",
+        "| model | nodes in 16 bits: ours | peer's | evaluations: ours | peer's | s: ours | peer's |",
+        "|" + "---|" * 7,
+    ]
+    mine = {row["model"]: row for row in found if row["what"] == "ours" and row["dtype"] == "fp16"}
+    for row in sorted((r for r in found if r["what"] == "peer"), key=lambda r: r["model"]):
+        own = mine[row["model"]]
+        left = "{}/{}".format(*own["low"]) if "low" in own else own["error"]
+        if "error" in row:
+            theirs = [row["error"], "", ""]
+        else:
+            theirs = ["{}/{}".format(*row["low"]), str(row["evaluations"]), f"{row['seconds']:.1f}"]
+        lines.append(
+            f"| {row['model']} | {left} | {theirs[0]} | {own.get('evaluations', '')} | {theirs[1]} | "
+            f"{own.get('seconds', 0):.1f} | {theirs[2]} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", default="models")
+    parser.add_argument("--inputs", default="")
+    parser.add_argument("--dtypes", default="fp16")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--peer", default="")
+    parser.add_argument("--limit", type=float, default=900)
+    parser.add_argument("--log", default="auto.jsonl")
+    parser.add_argument("--table", type=pathlib.Path)
+    parser.add_argument("--what", choices=["ours", "peer"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.table:
+        print(table(options.table))
+    elif options.what == "ours":
+        print(json.dumps(ours(options.folder, options.inputs, options.dtypes)))
+    elif options.what == "peer":
+        print(json.dumps(peer(options.folder, options.inputs)))
+    else:
+        run(options)
+
+
+if __name__ == "__main__":
+    main()
