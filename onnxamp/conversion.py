@@ -30,6 +30,7 @@ from onnxamp.passes.unfuse import UnfusePass
 from onnxamp.policy import codes
 from onnxamp.policy.file import read_policy
 from onnxamp.policy.operators import Kind, operator
+from onnxamp.policy.options import HEADROOM
 from onnxamp.policy.plan import Options, Plan, make_plan
 
 _ANONYMOUS = re.compile(r"_d\d+")  # dimensions without a name, as shape inference calls them
@@ -169,6 +170,7 @@ def convert(
     dim: Mapping[str, int] | None = None,
     policy: str | os.PathLike[str] | None = None,
     ranges: Mapping[str, float] | None = None,
+    headroom: float = HEADROOM,
 ) -> ConvertResult:
     """Rewrite a model to mixed precision. The argument is not changed; unchanged weights are shared with it.
 
@@ -187,6 +189,7 @@ def convert(
         policy: A policy file (TOML).
         ranges: Largest sizes of values by name, as `onnxamp.evidence.calibrate` measured them: what leaves the 16-bit range less headroom
             stays fp32, what is well inside needs no fp32 for fear of its range.
+        headroom: How far inside, as a factor.
 
     Raises:
         UsageError: The options contradict each other or the model, or the model was converted before with others.
@@ -204,6 +207,7 @@ def convert(
         lower_op=_patterns(lower_op),
         dim=tuple(sorted((dim or {}).items())),
         policy=read_policy(policy) if policy is not None else (),
+        headroom=headroom,
     )
     return convert_with(model, options, ranges)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,26 +19,89 @@ def beside(path: str) -> tuple[str, str, str]:
     return f"{stem}.policy.toml", f"{stem}.auto.html", f"{stem}.search.jsonl"
 
 
-def tolerance_of(entries: Iterable[str]) -> Tolerance:
-    """The bounds of --tolerance, and no new NaN or Inf.
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What is good enough.
+
+    Attributes:
+        tolerance: Bounds of our measures, and no new NaN or Inf.
+        metric: The user's measure: takes the outputs of all samples, in order.
+        least: The least that it must give.
+    """
+
+    tolerance: Tolerance
+    metric: Callable[[Sequence[Mapping[str, Any]]], float] | None = None
+    least: float = 0.0
+
+
+def asked(entries: Iterable[str], metric: str | None = None) -> Asked:
+    """What --tolerance and --metric ask for.
 
     Raises:
-        UsageError: None is given, or one is no MEASURE=NUMBER.
+        UsageError: No bound is given, one is no MEASURE=NUMBER, or there is no such function.
     """
     from onnxamp.errors import UsageError
     from onnxamp.evidence.tolerance import Tolerance, parse
 
-    bounds = parse(entries)
-    if not bounds:
-        raise UsageError("--auto needs to know what is good enough: add for example --tolerance cosine=0.9999.")
-    return Tolerance().replaced(bounds)
+    every = [part.strip() for text in entries for part in text.split(",")]
+    own = [entry for entry in every if entry.partition("=")[0] == "metric"]
+    bounds = parse(entry for entry in every if entry not in own)
+    if metric is None and own:
+        raise UsageError(f"--tolerance {own[0]} is for --metric: add --metric MODULE:FUNCTION.")
+    if metric is None:
+        if not bounds:
+            raise UsageError("--auto needs to know what is good enough: add for example --tolerance cosine=0.9999.")
+        return Asked(Tolerance().replaced(bounds))
+    try:
+        least = float(own[-1].partition("=")[2])
+    except (IndexError, ValueError):
+        raise UsageError(
+            "--metric needs the least that it must give: add for example --tolerance metric=0.91."
+        ) from None
+    return Asked(Tolerance().replaced(bounds), _function(metric), least)
+
+
+def _function(place: str) -> Callable[[Sequence[Mapping[str, Any]]], float]:
+    """The function MODULE:FUNCTION; modules in the working folder are found too. What it raises is an error of the data or of itself.
+
+    Raises:
+        UsageError: There is none.
+    """
+    import importlib
+    import sys
+
+    from onnxamp.errors import DataError, UsageError
+
+    module, _, name = place.partition(":")
+    sys.path.insert(0, "")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except Exception as problem:  # whatever the user's module does when it is imported
+        raise UsageError(f"--metric {place!r} is not to be had ({_said(problem)}): write MODULE:FUNCTION.") from None
+    finally:
+        sys.path.remove("")
+    if not callable(function):
+        raise UsageError(f"--metric {place!r} is no function: write MODULE:FUNCTION.")
+
+    def measured(outputs: Sequence[Mapping[str, Any]]) -> float:
+        try:
+            return float(function(outputs))
+        except Exception as problem:
+            raise DataError(f"The metric {place!r} failed on the outputs of the samples: {_said(problem)}.") from None
+
+    measured.__name__ = place  # a journal of another measure is not used
+    return measured
+
+
+def _said(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {' '.join(str(problem).split()) or 'no message'}"[:200].rstrip(".")
 
 
 def run(
     model: str,
     path: str,
     options: Options,
-    tolerance: Tolerance,
+    wanted: Asked,
     data: str | None,
     max_evals: int,
     dim: Mapping[str, int],
@@ -50,13 +114,23 @@ def run(
 
     policy, page, journal = beside(path)
     with console.progress(f"searching {model}"):
-        found = search(model, options, tolerance, data, max_evals=max_evals, dim=_known(model, dim), journal=journal)
+        found = search(
+            model,
+            options,
+            wanted.tolerance,
+            data,
+            max_evals=max_evals,
+            score=wanted.metric,
+            least=wanted.least,
+            dim=_known(model, dim),
+            journal=journal,
+        )
     head = [
         f"level {options.level}, {options.dtype}, target {options.target}: what differs from the level's own decisions",
         f"found by `onnxamp convert --auto` on {found.data}: {verdict(found)}",
     ]
     write_text(policy, policy_text(found.policy, head))
-    write_text(page, page_of(model, found, tolerance) + "\n")
+    write_text(page, page_of(model, found, wanted) + "\n")
     return found
 
 
@@ -134,7 +208,7 @@ def rows(found: SearchResult, path: str) -> list[tuple[str, str]]:
     return lines + [("note", text) for text in found.notes]
 
 
-def page_of(model: str, found: SearchResult, tolerance: Tolerance) -> str:
+def page_of(model: str, found: SearchResult, wanted: Asked) -> str:
     """The page: error against share of 16-bit work, every evaluation, and the nodes that rounding hurts most."""
     from onnxamp.report import Figures, LinePlot, Note, Section, Series, Table, page
 
@@ -148,7 +222,8 @@ def page_of(model: str, found: SearchResult, tolerance: Tolerance) -> str:
         )
         if group
     ]
-    bounds = ", ".join(f"{name} {value:g}" for name, value in tolerance.to_dict().items() if value is not None)
+    bounds = ", ".join(f"{name} {value:g}" for name, value in wanted.tolerance.to_dict().items() if value is not None)
+    bounds += f", metric {wanted.least:g}" if wanted.metric is not None else ""
     sections: list[Section] = [
         Figures(
             [

@@ -58,11 +58,15 @@ if TYPE_CHECKING:
 )
 @click.option("--calibrate", type=click.Path(), metavar="DATA|made-up",
               help="Decide with the ranges that values reach on these inputs.")  # fmt: skip
+@click.option("--headroom", type=click.FloatRange(1), metavar="FACTOR",
+              help="For --calibrate: how far inside the 16-bit range counts as ordinary. Default: 8.")  # fmt: skip
 @click.option(
     "--auto", is_flag=True, help="Search for the least traffic within --tolerance; writes a policy file and a page too."
 )
 @click.option("--tolerance", multiple=True, metavar="MEASURE=NUMBER",
               help="For --auto: cosine, snr, max_abs, max_rel, top1, kl; bounds on every output of every sample.")  # fmt: skip
+@click.option("--metric", metavar="MODULE:FUNCTION",
+              help="For --auto: a measure of your own; --tolerance metric=NUMBER is the least that it must give.")  # fmt: skip
 @click.option("--max-evals", default=30, show_default=True, type=click.IntRange(1), help="Most evaluations of --auto.")
 @click.option("--force", is_flag=True, help="Overwrite files that exist.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -73,8 +77,10 @@ def command(
     verified: bool,
     data: str | None,
     calibrate: str | None,
+    headroom: float | None,
     auto: bool,
     tolerance: tuple[str, ...],
+    metric: str | None,
     max_evals: int,
     force: bool,
     as_json: bool,
@@ -87,13 +93,20 @@ def command(
     from onnxamp.commands import _auto
     from onnxamp.commands._options import check_outputs, sizes
     from onnxamp.conversion import convert
+    from onnxamp.errors import UsageError
     from onnxamp.policy.file import read_policy
-    from onnxamp.policy.options import Options
+    from onnxamp.policy.options import HEADROOM, Options
 
     dims = sizes(dim)
     choices["io"] = choices["io"] or "keep"
     path = _output(model, output, "auto-search" if auto else choices["level"], choices["dtype"], plan_only)
     _check_use(auto, verified, data, calibrate, tolerance, plan_only, report)
+    if headroom is not None and calibrate is None:
+        raise UsageError("--headroom is for --calibrate: add --calibrate DATA.")
+    if metric is not None and not auto:
+        raise UsageError("--metric is for --auto: add --auto.")
+    if headroom is not None:
+        choices["headroom"] = headroom
     read = [model, data, calibrate, choices["policy"]]
     check_outputs([path, *(_auto.beside(path)[:2] if auto else ())], report, force, read)
     calibration = None
@@ -102,13 +115,13 @@ def command(
 
         with console.progress(f"calibrating {model}"):
             given = None if calibrate == "made-up" else calibrate
-            calibration = measure(model, given, dtype=choices["dtype"], dim=dims)
+            calibration = measure(model, given, dtype=choices["dtype"], headroom=headroom or HEADROOM, dim=dims)
         choices["ranges"] = calibration.ranges
     searched = None
     if auto:
         policy = read_policy(choices["policy"]) if choices["policy"] is not None else ()
         options = Options(**{**choices, "dim": tuple(sorted(dims.items())), "policy": policy})
-        searched = _auto.run(model, path, options, _auto.tolerance_of(tolerance), data, max_evals, dims)
+        searched = _auto.run(model, path, options, _auto.asked(tolerance, metric), data, max_evals, dims)
         result = searched.result
     else:
         with console.progress(f"converting {model}"):

@@ -19,7 +19,7 @@ from onnxamp.model.preparation import prepared
 from onnxamp.model.units import all_nodes, bodies
 from onnxamp.ort.session import SessionConfig, open_session
 from onnxamp.passes.lift import Lift
-from onnxamp.policy.rules.spread import HEADROOM
+from onnxamp.policy.options import HEADROOM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Calibration:
         samples: How many samples were run.
         source: Where they came from, in words.
         made_up: Whether they were made up.
+        headroom: How far inside the type's range counts as ordinary, as a factor.
         unseen: Nodes whose bodies cannot be measured.
     """
 
@@ -40,12 +41,13 @@ class Calibration:
     samples: int
     source: str
     made_up: bool
+    headroom: float = HEADROOM
     unseen: tuple[str, ...] = ()
 
     @property
     def limit(self) -> float:
         """The largest size that counts as ordinary: the type's largest number less headroom."""
-        return low_type(self.dtype).max / HEADROOM
+        return low_type(self.dtype).max / self.headroom
 
     @property
     def beyond(self) -> list[Observed]:
@@ -86,6 +88,7 @@ def calibrate(
     data: Data | None = None,
     *,
     dtype: str = "fp16",
+    headroom: float = HEADROOM,
     dim: Mapping[str, int] | None = None,
     count: int = 4,
     seed: int = 0,
@@ -96,6 +99,7 @@ def calibrate(
         model: The FP32 model.
         data: Samples (see `onnxamp.evidence.inputs.samples`); made up where None.
         dtype: The 16-bit type that values are measured against: ``fp16`` or ``bf16``.
+        headroom: How far inside that type's range counts as ordinary, as a factor.
         dim: Sizes of free dimensions of samples that are made up.
         count: How many samples to make up.
         seed: Seed of those.
@@ -130,4 +134,4 @@ def calibrate(
     reaches = Lift(ready, iter(()).__next__).reaches
     closed = [node for node in all_nodes(ready.graph) if not all(map(reaches, bodies(node)))]
     unseen = tuple(f"{node.op_type} {node.name or node.outputs[0].name!r}" for node in closed)
-    return Calibration((*inputs.values(), *values), dtype, seen, chosen.source, chosen.made_up, unseen)
+    return Calibration((*inputs.values(), *values), dtype, seen, chosen.source, chosen.made_up, headroom, unseen)

@@ -15,6 +15,7 @@ from onnxamp.model.signatures import operator_name
 from onnxamp.model.tensors import mapped
 from onnxamp.model.units import TypeGraph, Unit
 from onnxamp.policy.operators import Kind, Range, operator
+from onnxamp.policy.options import HEADROOM
 
 # Constants above this size are weights, never the small numbers that patterns look for.
 _SMALL = 4096
@@ -43,10 +44,17 @@ class Extent:
 class Facts:
     """Cached answers about one type graph and one 16-bit type."""
 
-    def __init__(self, graph: TypeGraph, low: FloatType, ranges: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        graph: TypeGraph,
+        low: FloatType,
+        ranges: Mapping[str, float] | None = None,
+        headroom: float = HEADROOM,
+    ) -> None:
         self.graph = graph
         self.low = low
         self.ranges: Mapping[str, float] = ranges or {}
+        self.ordinary = low.max / headroom  # the largest calibrated size that gives no cause for concern
         self.constants = frozenset(graph.constants)
         self._tensors: dict[ir.Value, ir.TensorProtocol | None] = {}
         self._extents: dict[ir.Value, Extent] = {}

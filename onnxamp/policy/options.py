@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 import functools
 import json
+import math
 import re
 from typing import Any, Literal, get_args
 
@@ -17,6 +18,8 @@ Target = Literal["ort-cuda", "ort-cpu", "tensorrt", "openvino", "cann", "any"]
 
 LEVELS: tuple[str, ...] = get_args(Level)
 TARGETS: tuple[str, ...] = get_args(Target)
+# A calibrated range counts as ordinary if it is this far inside the type's.
+HEADROOM = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Options:
         lower_op: Operators that become 16-bit where it is legal.
         dim: Sizes of named dimensions for the traffic model, as (name, size) pairs.
         policy: Decisions read from a policy file, as (node pattern, ``fp32`` or ``low``) pairs.
+        headroom: How far inside the type's range a calibrated range must be to count as ordinary, as a factor.
         weights: ``convert`` puts 16-bit weights into the file, ``cast`` keeps fp32 ones with a Cast at use; ``auto`` casts at OD and O1.
     """
 
@@ -48,6 +52,7 @@ class Options:
     dim: tuple[tuple[str, int], ...] = ()
     policy: tuple[tuple[str, str], ...] = ()
     weights: str = "auto"
+    headroom: float = HEADROOM
 
     def __post_init__(self) -> None:
         if self.level == "auto":
@@ -77,6 +82,8 @@ class Options:
         for pattern, precision in self.policy:
             if precision not in ("fp32", "low"):
                 raise UsageError(f"The policy makes {pattern!r} {precision!r}: use fp32 or low.")
+        if not 1 <= self.headroom < math.inf:
+            raise UsageError(f"The headroom is {self.headroom:g}: give a factor of at least 1.")
         for name, size in self.dim:
             if size < 1:
                 raise UsageError(f"Dimension {name!r} has size {size}: give a size of at least 1.")

@@ -148,7 +148,7 @@ def make_plan(graph: TypeGraph, options: Options, ranges: Mapping[str, float] | 
         untouched = {unit: Decision(BY_IR[unit.dtype].name, codes.LEVEL_O0) for unit in graph.units}
         return Plan(graph, options, untouched, ranges=ranges or {})
     target = targets.table(options.target)
-    facts = Facts(graph, options.low, ranges)
+    facts = Facts(graph, options.low, ranges, options.headroom)
     decisions = _interface(graph, options)
     legal = {node: choices(node, graph, options.low, target) for node in graph.of}
     for node, found in legal.items():

@@ -15,6 +15,7 @@ from onnx import numpy_helper, parser
 import onnxamp
 from onnxamp.cli import cli
 from onnxamp.dtypes import FP16
+from onnxamp.errors import UsageError
 from onnxamp.evidence.calibration import calibrate
 from onnxamp.evidence.observe import Observed
 from onnxamp.policy import codes
@@ -349,6 +350,20 @@ def test_not_finite_in_the_reference_is_said() -> None:
     assert "'root'" in warning
 
 
+@pytest.mark.parametrize(("headroom", "kept"), [(1.0, "fp16"), (4.0, "fp32"), (8.0, "fp32")])
+def test_the_headroom_says_how_near_to_the_limit_is_too_near(headroom: float, kept: str) -> None:
+    model, data, _, _ = temperature()
+    data["t"] = np.array([100], np.float32)  # 20,000 and a little, a third of the largest number
+    calibration = calibrate(model, data, headroom=headroom)
+    assert bool(calibration.beyond) == (kept == "fp32")
+    result = onnxamp.convert(model, ranges=calibration.ranges, headroom=headroom)
+    decision = {n.name: d for n, d in result.plan.nodes.items()}["scaled"]
+    assert decision.precision == kept
+    assert decision.code != codes.RANGE or decision.evidence["limit"] == 65504 / headroom
+    with pytest.raises(UsageError, match="headroom"):
+        onnxamp.convert(model, headroom=0.5)
+
+
 def test_the_command(tmp_path: pathlib.Path) -> None:
     model, data, value, _ = temperature()
     onnx.save(model, tmp_path / "m.onnx")
@@ -362,3 +377,10 @@ def test_the_command(tmp_path: pathlib.Path) -> None:
     ran = CliRunner().invoke(cli, arguments)
     assert ran.exit_code == 0, ran.output
     assert "made up" in ran.output
+    ran = CliRunner().invoke(
+        cli, [*arguments[:2], "--calibrate", str(tmp_path / "d.npz"), "--headroom", "2", "--force", "--json"]
+    )
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout)["calibration"]["limit"] == 32752
+    with pytest.raises(UsageError, match="--calibrate"):
+        CliRunner().invoke(cli, [*arguments[:2], "--headroom", "2"], catch_exceptions=False)

@@ -14,7 +14,7 @@ from onnx import numpy_helper, parser
 import onnxamp
 from onnxamp.cli import cli
 from onnxamp.commands._auto import verdict
-from onnxamp.errors import UsageError
+from onnxamp.errors import DataError, UsageError
 from onnxamp.evidence import Tolerance
 from onnxamp.evidence.evaluation import Trial
 from onnxamp.evidence.search import SearchResult, search
@@ -291,6 +291,48 @@ def test_the_command(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / "m.auto.fp16.onnx").read_bytes()
 
 
+METRIC = """
+import numpy as np
+def agreement(outputs):
+    return np.mean([np.isfinite(out["y"]).mean() for out in outputs])
+def broken(outputs):
+    return outputs[0]["nothing"]
+"""
+
+
+def test_a_metric_of_the_users_on_the_command_line(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    onnx.save(ISLANDS, "m.onnx")
+    np.savez("d.npz", x=DATA[0]["x"])
+    pathlib.Path("my_metric.py").write_text(METRIC)
+
+    def ran(function: str, *tolerance: str) -> bool:
+        arguments = [
+            "convert",
+            "m.onnx",
+            "--auto",
+            "--data",
+            "d.npz",
+            "--force",
+            "--json",
+            "--metric",
+            f"my_metric:{function}",
+        ]
+        result = CliRunner().invoke(cli, [*arguments, *tolerance, "--max-evals", "3"], catch_exceptions=False)
+        found = json.loads(result.stdout)["auto"]
+        assert found["trials"][0]["score"] == 1.0
+        return bool(found["feasible"])
+
+    assert ran("agreement", "--tolerance", "metric=1,cosine=0.999")
+    assert not ran("agreement", "--tolerance", "metric=1.5")
+    with pytest.raises(DataError, match="KeyError"):
+        ran("broken", "--tolerance", "metric=0.5")
+    with pytest.raises(UsageError, match=r"metric=0\.91"):
+        ran("agreement")
+    with pytest.raises(UsageError, match="no attribute 'absent'"):
+        ran("absent", "--tolerance", "metric=0.5")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -299,6 +341,8 @@ def test_the_command(tmp_path: pathlib.Path) -> None:
         (["--auto", "--tolerance", "speed=3"], "speed"),
         (["--auto", "--tolerance", "cosine=0.9", "--plan-only"], "--plan-only"),
         (["--data", "x.npz"], "--data"),
+        (["--auto", "--tolerance", "metric=0.9"], "--metric"),
+        (["--metric", "a:b"], "--auto"),
     ],
 )
 def test_options_that_do_not_go_together(options: list[str], words: str, tmp_path: pathlib.Path) -> None:

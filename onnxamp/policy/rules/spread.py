@@ -19,9 +19,6 @@ from onnxamp.policy.marks import Marks
 from onnxamp.policy.operators import Kind, Range, operator
 from onnxamp.policy.rules.norms import squared
 
-# A calibrated range counts as ordinary if it is this far inside the type's.
-HEADROOM = 8.0
-
 
 def expanded(marks: Marks) -> None:
     """Results of powers, squares, exponentials, sums and of all other operators that expand the range.
@@ -108,8 +105,8 @@ def observed_ranges(marks: Marks) -> None:
         largest = facts.ranges.get(value.name or "")
         if unit in marks.masks.region:  # its size means nothing: masks are clamped
             continue
-        if largest is not None and largest * HEADROOM > facts.low.max:
-            marks.fp32(unit, codes.RANGE, value=value.name, largest=largest, limit=facts.low.max / HEADROOM)
+        if largest is not None and largest > facts.ordinary:
+            marks.fp32(unit, codes.RANGE, value=value.name, largest=largest, limit=facts.ordinary)
             if unit.node is not None:
                 seeds.append((value, operator_name(unit.node)))
     _spread(marks, seeds, codes.RANGE)
@@ -119,7 +116,7 @@ def _observed_small(marks: Marks, values: Iterable[ir.Value]) -> bool:
     """Whether calibration saw all values, well inside the type's range."""
     ranges = marks.facts.ranges
     found = [ranges.get(value.name or "") for value in values]
-    return bool(found) and all(top is not None and top * HEADROOM <= marks.facts.low.max for top in found)
+    return bool(found) and all(top is not None and top <= marks.facts.ordinary for top in found)
 
 
 def _spread(marks: Marks, seeds: list[tuple[ir.Value, str]], code: str) -> None:
