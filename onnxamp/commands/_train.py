@@ -51,6 +51,7 @@ class Session:
         self.effective = dict(effective)
         self.run = Run(options["output"])
         self.columns = pairs(options["column"], "--column")
+        self.provider_options = pairs(options["provider_option"], "--provider-option")
         self.data = self._data()
         self.collective = self._collective()
         self.console = console if self.collective.rank == 0 else Console(quiet=True)
@@ -99,7 +100,11 @@ class Session:
         bundle = Bundle.load(self.run.bundle_path)
         newest = self.run.newest()
         provider, accumulate = self.options["provider"], self.options["accumulate"] or 1
-        shared: Mapping[str, Any] = {"threads": self.threads, "collective": self.collective}
+        shared: dict[str, Any] = {
+            "threads": self.threads,
+            "collective": self.collective,
+            "provider_options": self.provider_options,
+        }
         if newest is None:
             trainer = Trainer(bundle, provider, accumulate, **shared)
         else:
@@ -124,6 +129,7 @@ class Session:
             begun["accumulate"],
             threads=self.threads,
             collective=self.collective,
+            provider_options=self.provider_options,
         )
 
     def _fresh(self) -> Trainer:
@@ -141,7 +147,7 @@ class Session:
             self._say(f"window of {options['global_batch']} rows in {accumulate} micro-batches of {size}{each}")
         self.effective.pop("global-batch", None)
         self.effective |= {"batch-size": size, "accumulate": accumulate}
-        trainer = Trainer(bundle, provider, accumulate, threads=self.threads)
+        trainer = Trainer(bundle, provider, accumulate, threads=self.threads, provider_options=self.provider_options)
         self._plan(trainer)  # finds mistakes in the options before anything is written
         inputs = [options[name] for name in ("model", "data", "val", "init_from", "like") if options[name]]
         self.run.create(inputs, force=options["force"] or options["resume"])

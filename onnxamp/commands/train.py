@@ -49,6 +49,7 @@ _FIXED = frozenset(
 @click.option("--keep", type=click.IntRange(min=1), default=2, show_default=True, help="Checkpoints that are kept.")
 @click.option("--shuffle/--no-shuffle", default=True, show_default=True, help="A new order of the rows each epoch.")
 @click.option("--provider", default="auto", show_default=True, help="auto, cpu, cuda, ...")
+@click.option("--provider-option", multiple=True, metavar="NAME=VALUE", help="Option of the provider; repeatable.")
 @click.option(
     "--rank-timeout",
     type=click.FloatRange(min=1),

@@ -24,6 +24,9 @@ PROVIDERS = {
     "webgpu": "WebGpuExecutionProvider",
 }
 
+COMPILERS = frozenset({"tensorrt", "tensorrt-rtx", "openvino", "coreml", "qnn", "migraphx"})
+"""Providers that make one node of many: what is inside, and its order, nobody sees."""
+
 # Options of a provider unless others are given. CUDA: the arena grows by what is asked for, not in powers of two (twice the
 # memory of a training step otherwise); a convolution's algorithm is chosen by cuDNN's heuristics with all the workspace that it
 # wants, since batches of another size would be searched anew; FP32 nodes compute in FP32, which the policy relies on.
@@ -33,7 +36,9 @@ _OPTIONS = {
         "cudnn_conv_algo_search": "HEURISTIC",
         "cudnn_conv_use_max_workspace": "1",
         "use_tf32": "0",
-    }
+    },
+    # OpenVINO would choose bf16 by itself where the processor has it.
+    "openvino": {"device_type": "CPU", "load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'},
 }
 
 # What "auto" tries before the CPU. TensorRT and OpenVINO compile, and choose precisions of their own: only on request.

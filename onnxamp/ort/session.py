@@ -71,6 +71,10 @@ class SessionConfig:
     config: Mapping[str, str] = dataclasses.field(default_factory=dict)
     optimized_path: str | os.PathLike[str] | None = None
 
+    def on_cpu(self) -> SessionConfig:
+        """The same on the CPU provider."""
+        return dataclasses.replace(self, provider="cpu", provider_options={})
+
 
 def session_options(config: SessionConfig) -> Any:
     """The `onnxruntime.SessionOptions` for `config`.

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from onnxamp.errors import InternalError
 from onnxamp.ort.aliasing import Aliasing
 from onnxamp.ort.binding import Binding
+from onnxamp.ort.providers import COMPILERS
 from onnxamp.ort.session import SessionConfig, open_session
 from onnxamp.ort.values import Buffer, View, element_type
 from onnxamp.trainer.arenas import FLOAT, Arenas, Block, Piece, numpy_dtype
@@ -93,7 +94,25 @@ class Program:
         self.names = frozenset(value.name for value in model.graph.inputs)
         self.ports = dataclasses.replace(ports, inputs=tuple(port for port in ports.inputs if port.name in self.names))
         self._place = place
+        self._session: Any = None
         self._bindings: dict[tuple[object, ...], Binding] = {}
+        self.refusals = self._open(model)
+        arenas = place.arenas
+        written = [port for port in self.ports.outputs if port.kind in _STATE]
+        refused = {arenas.blocks[arenas.arena_of(port)] for port in written if port.name in self.refusals}
+        self._turning: set[Block] = refused
+        for block in refused:
+            block.double()
+        used = [port for port in (*self.ports.inputs, *self.ports.outputs) if port.kind in _STATE]
+        self._blocks = list(dict.fromkeys(arenas.blocks[arenas.arena_of(port)] for port in used))
+
+    def _open(self, model: ir.Model) -> dict[str, str]:
+        """Open the session; why each output may not be written in place."""
+        place = self._place
+        if place.config.provider in COMPILERS:
+            self._session = open_session(model, place.config)
+            why = f"{place.config.provider} compiles the graph, and its order cannot be seen"
+            return {port.name: why for port in self.ports.outputs if port.kind in _STATE}
         with tempfile.TemporaryDirectory(prefix="onnxamp-") as folder:
             path = Path(folder) / "optimized.onnx"
             # Weights need not travel through the file that is only read for its nodes.
@@ -103,15 +122,7 @@ class Program:
                 "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
             }
             self._session = open_session(model, dataclasses.replace(place.config, optimized_path=path, config=config))
-            self.refusals = self._prove(Aliasing(ir.load(path)))
-        arenas = place.arenas
-        written = [port for port in self.ports.outputs if port.kind in _STATE]
-        refused = {arenas.blocks[arenas.arena_of(port)] for port in written if port.name in self.refusals}
-        self._turning: set[Block] = refused
-        for block in refused:
-            block.double()
-        used = [port for port in (*self.ports.inputs, *self.ports.outputs) if port.kind in _STATE]
-        self._blocks = list(dict.fromkeys(arenas.blocks[arenas.arena_of(port)] for port in used))
+            return self._prove(Aliasing(ir.load(path)))
 
     def run(
         self,

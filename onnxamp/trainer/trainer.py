@@ -55,6 +55,7 @@ class Trainer:
         in_place: Overwrite state in memory where that is proved safe. False uses two buffers in turn everywhere; the
             results are the same bit for bit.
         collective: The processes that train together.
+        provider_options: Options of the provider, over those of `onnxamp.ort.providers.default_options`.
 
     Attributes:
         position: What the data loop wants to find again after a restart; saved with each checkpoint.
@@ -74,6 +75,7 @@ class Trainer:
         threads: int = 0,
         in_place: bool = True,
         collective: Collective | None = None,
+        provider_options: Mapping[str, str] | None = None,
     ) -> None:
         if accumulate < 1:
             raise UsageError(f"accumulate must be at least 1, not {accumulate}.")
@@ -89,9 +91,8 @@ class Trainer:
         device, device_id, stream = self._device.memory, self._device.id, self._device.stream()
         if self.manifest.level != "O0" and (text := self._device.expectation(self.manifest.dtype)):
             logger.warning("%s", text)
-        self._config = SessionConfig(
-            self.provider, threads=threads, memory_pattern=False, provider_options=self._device.options(stream)
-        )
+        options = {**self._device.options(stream), **(provider_options or {})}
+        self._config = SessionConfig(self.provider, threads=threads, memory_pattern=False, provider_options=options)
         self._arenas = Arenas(self.manifest, device, device_id, stream)
         self._arenas.load(self.bundle.state)
         self._environment = checkpoint.environment(self.provider, threads)
@@ -104,7 +105,9 @@ class Trainer:
         )
         graphs = self.manifest.graphs
         self._grad = Gradient(self._executable("grad"), graphs["grad"], place)
-        self._reduce = Program(self._executable("reduce"), graphs["reduce"], place)
+        # Where the state is the host's, its own kernels are the best for what is left, and compilers have nothing to fuse.
+        ending = Place(place.arenas, place.results, self._config.on_cpu(), in_place) if device == "cpu" else place
+        self._reduce = Program(self._executable("reduce"), graphs["reduce"], ending)
         self._update = Update(self._executable("update"), graphs["update"], place, threads)
         self._grad.program(accumulate == 1)  # what cannot run here should be said now
         self._check = BatchCheck(self._batch_ports(), self.manifest.rows, self.manifest.labels, self.bundle.input_names)
@@ -376,6 +379,7 @@ class Trainer:
         threads: int = 0,
         in_place: bool = True,
         collective: Collective | None = None,
+        provider_options: Mapping[str, str] | None = None,
     ) -> Trainer:
         """A trainer that goes on where a checkpoint was made.
 
@@ -388,12 +392,21 @@ class Trainer:
             threads: See `Trainer`.
             in_place: See `Trainer`.
             collective: See `Trainer`.
+            provider_options: See `Trainer`.
 
         Raises:
             ModelError: The file is broken, or is not of this bundle.
         """
         found, state, progress = checkpoint.read_with_bundle(Path(path), bundle)
-        trainer = cls(found, provider, progress.accumulate, threads=threads, in_place=in_place, collective=collective)
+        trainer = cls(
+            found,
+            provider,
+            progress.accumulate,
+            threads=threads,
+            in_place=in_place,
+            collective=collective,
+            provider_options=provider_options,
+        )
         checkpoint.warn_of_differences(progress.environment, trainer._environment)
         trainer._arenas.load(state)
         trainer.join(trainer.collective)

@@ -45,7 +45,7 @@ class Update:
             if self._ok is not None:
                 model = model.clone()
                 AssumePass("ok", True)(model)
-            place = dataclasses.replace(place, config=dataclasses.replace(place.config, provider="cpu", threads=1))
+            place = dataclasses.replace(place, config=dataclasses.replace(place.config.on_cpu(), threads=1))
             model = lower_update(model, place.config)
             elements = arenas.manifest.arena("master").elements
             chunk = max(_CHUNK, -(-elements // _PIECES // _CHUNK) * _CHUNK)

@@ -97,10 +97,12 @@ def backward(model: ir.Model, seeds: Mapping[ir.Value, ir.Value], wrt: Sequence[
         _complete(graph, node)
     graph.sort()
     inside = _ancestors(graph, seeds)
+    fixed = _fixed(graph)  # what others read of these stays: ONNX Runtime may fold its own
     reached = _reached(inside, wrt)
     kept = [
         value
         for node in inside
+        if node not in fixed
         for value in node.outputs
         if value in seeds or any(user not in inside for user, _ in value.uses())
     ]
@@ -125,6 +127,19 @@ def _path(graph: ir.Graph, ends: Mapping[ir.Value, object], wrt: Sequence[ir.Val
             marked.update(value for value in node.outputs if value.dtype is None or value.dtype.is_floating_point())
             path.append(node)
     return path
+
+
+def _fixed(graph: ir.Graph) -> set[ir.Node]:
+    """The nodes whose results depend on no input."""
+    varying = set(graph.inputs)
+    fixed = set()
+    for node in graph:
+        bodies = any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values())
+        if bodies or any(value in varying for value in node.inputs):
+            varying.update(node.outputs)
+        else:
+            fixed.add(node)
+    return fixed
 
 
 def _ancestors(graph: ir.Graph, ends: Mapping[ir.Value, object]) -> dict[ir.Node, None]:
@@ -191,6 +206,8 @@ def _write_out_recurrent(graph: ir.Graph, node: ir.Node) -> None:
         raise _refusal(node, "layout 1 or peepholes")
     if operands[4] is not None:
         raise _refusal(node, "lengths of sequences")
+    if any(backwards) and not lstm:
+        raise _refusal(node, "a reverse direction")  # the runtime ends the process
     op = Fragment(graph)
     op.section(f"{node.name}/directions")
     steps, batch = op.dim(x, 0), op.dim(x, 1)
@@ -200,7 +217,11 @@ def _write_out_recurrent(graph: ir.Graph, node: ir.Node) -> None:
     for index in (5, 6) if lstm else (5,):
         operands[index] = operands[index] or op.Expand(op.constant(np.zeros((1, 1, 1), np.float32)), state)
     attributes: dict[str, Any] = {"hidden_size": hidden}
-    attributes |= {"input_forget": node.attributes.get_int("input_forget", 0)} if lstm else {"linear_before_reset": 1}
+    attributes |= (
+        {"input_forget": node.attributes.get_int("input_forget", 0)}
+        if lstm
+        else {"linear_before_reset": node.attributes.get_int("linear_before_reset", 0)}
+    )
     last = op.Squeeze(op.Sub(steps, op.constant(np.array([1]))), [0])
     parts: list[list[ir.Value]] = []
     for index, backward in enumerate(backwards):
@@ -215,7 +236,8 @@ def _write_out_recurrent(graph: ir.Graph, node: ir.Node) -> None:
             result.shape = None if like.shape is None else _with(like.shape, 1 if like.index() == 0 else 0, 1)
         for result in results:
             result.type = ir.TensorType(FLOAT)  # of what is kept for the gradient too
-        y = results[0] if turn is None else op.Gather(results[0], turn, axis=0)
+        read = node.outputs[0].uses()
+        y = results[0] if turn is None or not read else op.Gather(results[0], turn, axis=0)
         parts.append([y, *results[1:]])
     for position, old in enumerate(node.outputs):
         if old.uses():
@@ -301,24 +323,36 @@ def _adopt(
         new = results[str(old.name)]
         new.type, new.shape = old.type, old.shape
         old.replace_all_uses_with(new, replace_graph_outputs=True)
-    graph.remove(list(inside), safe=False)
+    staying: set[ir.Node] = set()
+    for node in reversed(list(inside)):
+        users = [user for value in node.outputs for user, _ in value.uses()]
+        if any(user not in inside or user in staying for user in users):
+            staying.add(node)
+    graph.remove([node for node in inside if node not in staying], safe=False)
     taken = {str(value.name) for value in graph.inputs} | set(graph.initializers)
     taken |= {str(value.name) for node in graph for value in node.outputs}
+    called = {node.name for node in graph}
+
+    def free(name: str, names: set[Any]) -> str:
+        while name in names:
+            name += "/ort_training"
+        names.add(name)
+        return name
+
     for name, value in list(built.initializers.items()):
         if name in graph.initializers:
             value.replace_all_uses_with(graph.initializers[name])
             continue
         del built.initializers[name]
+        value.name = free(name, taken)
         graph.register_initializer(value)
-        taken.add(name)
     nodes = list(built)
     built.remove(nodes, safe=False)
     for node in nodes:
+        node.name = free(node.name or node.op_type, called)
         for value in node.outputs:
-            if value.name in taken:
-                value.name = f"{value.name}/ort_training"
             if value.name:  # an output that is left out has none
-                taken.add(value.name)
+                value.name = free(value.name, taken)
     graph.extend(nodes)
     for domain in {node.domain for node in nodes}:
         graph.opset_imports.setdefault(domain, 1)

@@ -29,6 +29,11 @@ SMALL = {
         s = Squeeze(last, axis)
         y = MatMul(s, head)
     }""",
+    "gru_reset_first": """agraph (float[5,n,6] x) => (float[n,3] y) {
+        h, last = GRU<hidden_size=4>(x, w, r, b)
+        s = Squeeze(last, axis)
+        y = MatMul(s, head)
+    }""",
     "frozen_norm": """agraph (float[n,4,5] x) => (float[n,3] y) {
         a = Conv(x, kernel)
         c = BatchNormalization(a, gamma, beta, mean, var)
@@ -155,6 +160,14 @@ def test_what_cannot_be_differentiated_is_named_at_once():
     for index, node in enumerate(model.graph.node):
         node.name = f"n{index}"
     with pytest.raises(UnsupportedError, match="no gradient for Softplus 'n1', Elu 'n2'"):
+        training.build(model, loss="cross_entropy", optimizer="sgd", level="O0", engine="ort-training")
+
+
+@installed
+def test_a_reverse_gru_is_refused():
+    model = small("gru")
+    model.graph.node[0].attribute.append(onnx.helper.make_attribute("direction", "reverse"))
+    with pytest.raises(UnsupportedError, match=r"no gradient for GRU .* with a reverse direction"):
         training.build(model, loss="cross_entropy", optimizer="sgd", level="O0", engine="ort-training")
 
 
