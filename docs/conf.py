@@ -21,12 +21,13 @@ nitpicky = False
 
 
 def generate() -> None:
-    """Write the rule pages from the policy, and the operators from the table of gradients."""
+    """Write the rule pages and bf16 from the policy, and the operators from the table of gradients."""
     from onnxamp.autodiff import coverage
-    from onnxamp.policy import pages
+    from onnxamp.policy import opset_page, pages
 
     folder = pathlib.Path(__file__).parent
     pages.write(folder / "rules")
+    opset_page.write(folder / "bf16.md")
     coverage.write(folder / "operators.md")
 
 

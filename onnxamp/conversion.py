@@ -20,8 +20,8 @@ from onnxamp.model import io, types
 from onnxamp.model.constants import constant_bytes
 from onnxamp.model.metadata import noted
 from onnxamp.model.preparation import prepare
-from onnxamp.model.signatures import operator_name
-from onnxamp.model.units import all_nodes, all_values, type_graph
+from onnxamp.model.signatures import operator_name, standard_opset
+from onnxamp.model.units import all_nodes, all_values
 from onnxamp.passes.annotate import AnnotatePass, converted_with, recorded_plan, refuse_other_options
 from onnxamp.passes.casts import InsertCastsPass
 from onnxamp.passes.constants import ConvertConstantsPass, float_constants
@@ -31,7 +31,8 @@ from onnxamp.policy import codes
 from onnxamp.policy.file import read_policy
 from onnxamp.policy.operators import Kind, operator
 from onnxamp.policy.options import HEADROOM
-from onnxamp.policy.plan import Options, Plan, make_plan
+from onnxamp.policy.plan import Options, Plan
+from onnxamp.policy.raising import origins, plan_at_best_opset
 
 _ANONYMOUS = re.compile(r"_d\d+")  # dimensions without a name, as shape inference calls them
 _SUMMARY = "onnxamp.summary"
@@ -50,6 +51,7 @@ class Summary:
         changed: Constants whose values changed beyond rounding: name and change.
         traffic: Modelled bytes of one run: the source, the cut before low regions without purpose are dissolved, the result.
         dims: Sizes that the traffic model took for named dimensions.
+        opset: Version of ai.onnx before and after; raised only where a decision needs it.
     """
 
     nodes: dict[str, int]
@@ -60,6 +62,7 @@ class Summary:
     changed: dict[str, dict[str, object]]
     traffic: dict[str, int]
     dims: dict[str, int]
+    opset: tuple[int, int]
 
     def to_json(self) -> str:
         """Canonical JSON."""
@@ -80,7 +83,7 @@ class Summary:
             "traffic": ("source", "cut", "result"),
             "dims": (),
         }
-        pairs, changed = ("heavy", "weights"), fields.get("changed")
+        pairs, changed = ("heavy", "weights", "opset"), fields.get("changed")
         whole = (
             set(fields) == {field.name for field in dataclasses.fields(cls)}
             and all(_are_counts(fields[name], keys) for name, keys in counts.items())
@@ -145,10 +148,16 @@ class ConvertResult:
             return ()
         opset = max(opset for decision in held if isinstance(opset := decision.evidence.get("opset", 0), int))
         dtype = self.plan.options.dtype
-        other = " or use fp16" if dtype == "bf16" else ""
+        count = f"{len(held)} of {len(heavy)} heavy nodes stay fp32"
+        for decision in held:
+            if isinstance(blocker := decision.evidence.get("blocker"), dict):
+                return (
+                    f"{count} because their {dtype} form needs opset {decision.evidence['opset']} ({codes.OPSET}), which "
+                    f"{blocker['operator']} {blocker['node']!r} blocks: {blocker['reason']}; use fp16 or another --target.",
+                )
         return (
-            f"{len(held)} of {len(heavy)} heavy nodes stay fp32 because the model's opset has no {dtype} form of them "
-            f"({codes.OPSET}): export the model at opset {opset}{other}.",
+            f"{count} because the model's opset has no {dtype} form of them ({codes.OPSET}): export the model at opset {opset} "
+            "or use fp16.",
         )
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -252,6 +261,7 @@ def _convert(
     keep_shapes: bool,
 ) -> ConvertResult:
     model = io.load(source)
+    opset = standard_opset(model)
     refuse_other_options(model, options, ranges)
     declared = {value: value.shape for value in all_values(model.graph)}
     if options.level == "O0" or converted_with(model) is not None:
@@ -263,7 +273,11 @@ def _convert(
         if names:
             declared.update((v, names.get(v.name)) for v in all_values(model.graph) if v not in declared)
     if converted_with(model) is None:
-        plan, summary = _rewrite(model, options, ranges)
+        plan = plan_at_best_opset(model, options, ranges)
+        if plan.graph.model is not model:
+            model = plan.graph.model
+            declared = {value: declared.get(origin) for value, origin in origins(model).items()}
+        summary = _rewrite(model, plan, opset)
     else:
         plan = recorded_plan(model, options)
         summary = Summary.of(model)
@@ -272,15 +286,13 @@ def _convert(
     return ConvertResult(model, plan, summary)
 
 
-def _rewrite(model: ir.Model, options: Options, ranges: Mapping[str, float] | None) -> tuple[Plan, Summary]:
-    graph = type_graph(model)
-    before = sum(map(constant_bytes, graph.constants))
-    plan = make_plan(graph, options, ranges)
+def _rewrite(model: ir.Model, plan: Plan, opset: int) -> Summary:
+    before = sum(map(constant_bytes, plan.graph.constants))
     for rewrite in (RetypePass, ConvertConstantsPass, UnfusePass, InsertCastsPass, AnnotatePass):
         rewrite(plan)(model)
-    summary = _summarize(model, plan, before)
+    summary = _summarize(model, plan, before, opset)
     model.metadata_props[_SUMMARY] = summary.to_json()
-    return plan, summary
+    return summary
 
 
 def _restore_shapes(model: ir.Model, declared: dict[ir.Value, ir.Shape | None]) -> None:
@@ -306,7 +318,7 @@ def _restore_shapes(model: ir.Model, declared: dict[ir.Value, ir.Shape | None]) 
             value.shape = None
 
 
-def _summarize(model: ir.Model, plan: Plan, before: int) -> Summary:
+def _summarize(model: ir.Model, plan: Plan, before: int, opset: int) -> Summary:
     nodes = collections.Counter(decision.precision for decision in plan.nodes.values())
     heavy = [decision.precision for node, decision in plan.nodes.items() if operator(node).kind is Kind.HEAVY]
     islands = collections.Counter(decision.code for decision in plan.nodes.values() if decision.precision == FP32.name)
@@ -324,4 +336,5 @@ def _summarize(model: ir.Model, plan: Plan, before: int) -> Summary:
         changed=changed,
         traffic=dataclasses.asdict(plan.traffic),
         dims={name: size for name, size in plan.dims.items() if not _ANONYMOUS.fullmatch(name)},
+        opset=(opset, standard_opset(model)),
     )

@@ -261,7 +261,8 @@ def summary_dict(summary: Summary) -> dict[str, Any]:
 
     fields = dataclasses.asdict(summary)
     fields["heavy"] = dict(zip(("low", "all"), summary.heavy, strict=True))
-    fields["weights"] = dict(zip(("before", "after"), summary.weights, strict=True))
+    for name in ("weights", "opset"):
+        fields[name] = dict(zip(("before", "after"), fields[name], strict=True))
     return fields
 
 
@@ -283,6 +284,8 @@ def summary_rows(path: str, summary: Summary) -> list[tuple[str, str]]:
         ("weights", f"{size(before)} → {size(after)}"),
         ("traffic", f"{size(traffic['source'])} → {size(traffic['result'])} a run, modelled{dissolved}"),
     ]
+    if summary.opset[0] != summary.opset[1]:
+        rows.append(("opset", f"{summary.opset[0]} → {summary.opset[1]}, in which more nodes may be 16-bit"))
     if summary.dims:
         rows.append(("assumed sizes", ", ".join(f"{name}={count}" for name, count in summary.dims.items())))
     for index, (code, count) in enumerate(summary.islands.items()):

@@ -136,10 +136,13 @@ def explanation(model: str, name: str, choices: dict[str, str]) -> dict[str, Any
 
 def _planned(model: ir.Model, node: ir.Node, choices: dict[str, str]) -> Any:
     """The decision that a conversion of `model` would make for `node`; None if it makes none."""
-    from onnxamp.model.units import type_graph
-    from onnxamp.policy.plan import Options, make_plan
+    from onnxamp.policy.plan import Options
+    from onnxamp.policy.raising import plan_at_best_opset
+    from onnxamp.policy.user import label
 
-    return make_plan(type_graph(model), Options(**choices)).nodes.get(node)  # type: ignore[arg-type]
+    found = plan_at_best_opset(model, Options(**choices)).nodes  # type: ignore[arg-type]
+    # A later opset is planned on a copy, in which the node has the same name.
+    return found.get(node) or next((decided for twin, decided in found.items() if label(twin) == label(node)), None)
 
 
 def _find(model: ir.Model, path: str, name: str, calls: dict[str | None, list[str]]) -> ir.Node:

@@ -29,12 +29,13 @@ from onnxamp.evidence.sensitivity import Sensitivity, sensitivities
 from onnxamp.evidence.tolerance import Tolerance
 from onnxamp.model.preparation import prepared
 from onnxamp.model.traffic import Traffic
-from onnxamp.model.units import TypeGraph, type_graph
+from onnxamp.model.units import TypeGraph
 from onnxamp.ort.session import SessionConfig
 from onnxamp.passes.emulate import moves_data
 from onnxamp.policy import codes
 from onnxamp.policy.options import Options
 from onnxamp.policy.plan import Plan, make_plan
+from onnxamp.policy.raising import plan_at_best_opset
 from onnxamp.policy.user import label
 
 # Decisions that the search may turn: of the level, and of the numerical rules.
@@ -125,9 +126,9 @@ class _Space:
 
     def __init__(self, model: ir.Model, options: Options) -> None:
         self.options = options
-        self.graph: TypeGraph = type_graph(model)
+        self.base = plan_at_best_opset(model, options)
+        self.graph: TypeGraph = self.base.graph
         self.traffic = Traffic(self.graph, dict(options.dim))
-        self.base = make_plan(self.graph, options)
         self.all_low = make_plan(self.graph, dataclasses.replace(options, level="O3"))
         self.given = {pattern for pattern, _ in options.policy}
         self._position = {label(node): index for index, node in enumerate(self.graph.of)}

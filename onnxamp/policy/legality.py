@@ -71,7 +71,8 @@ def choices(node: ir.Node, graph: TypeGraph, low: FloatType, target: TargetTable
     signed = graph.signatures[node]
     for unit in graph.of[node]:
         if decision := _blocked(node, unit, signed, low):
-            blocked[unit] = decision
+            late = decision.code == codes.OPSET and not _has_later_kernel(node, graph.of[node], unit, low, target)
+            blocked[unit] = _no_kernel(node, low, target) if late else decision
         else:
             open_units.append(unit)
     allowed: set[frozenset[Unit]] | None = None
@@ -114,6 +115,17 @@ def _blocked(node: ir.Node, unit: Unit, signed: Signature | None, low: FloatType
             return Decision("fp32", codes.OPSET, {**evidence, "opset": opset})
         return Decision("fp32", codes.SCHEMA, evidence)
     return None
+
+
+def _has_later_kernel(node: ir.Node, units: tuple[Unit, ...], unit: Unit, low: FloatType, target: TargetTable) -> bool:
+    """Whether the target computes the unit in 16 bits, alone or with the others, in the opset that first allows it."""
+    opset = opset_that_allows(node.domain, node.op_type, schema_variable(node, unit), low.ir)
+    later = signature(node.domain, node.op_type, opset) if opset is not None else None
+    if later is None:
+        return False
+    alone = {schema_variable(node, unit): low.ir}
+    together = {schema_variable(node, other): low.ir for other in units if other.dtype == ir.DataType.FLOAT}
+    return target.supports(node, later, alone) or target.supports(node, later, together)
 
 
 def _no_kernel(node: ir.Node, low: FloatType, target: TargetTable) -> Decision:

@@ -63,17 +63,34 @@ def test_convert_writes_beside_the_input_and_ends_with_a_table(run: Run, model: 
     assert model.with_name("net.O1.fp16.onnx").exists()
 
 
-def test_convert_warns_of_an_opset_that_is_too_old(run: Run, tmp_path: pathlib.Path) -> None:
-    proto = parser.parse_model(
-        """<ir_version: 8, opset_import: ["": 17]> g (float[1,1,8,8] x) => (float[1,1,8,8] y) <float[1,1,1,1] w = {2}>
-        { h = Conv(x, w) y = Conv(h, w) }"""
-    )
-    onnx.save(proto, tmp_path / "conv.onnx")
+def test_convert_raises_the_opset_for_bf16_and_says_so(run: Run, tmp_path: pathlib.Path) -> None:
+    text = """<ir_version: 8, opset_import: ["": 17]> g (float[1,1,8,8] x) => (float[1,1,8,8] y) <float[1,1,1,1] w = {2}>
+            { h = Conv(x, w) %s y = Conv(h1, w) }"""
+    onnx.save(parser.parse_model(text % "h1 = Relu(h)"), tmp_path / "conv.onnx")
     code, out, err = run("convert", "conv.onnx", "--dtype", "bf16")
     assert (code, err) == (0, "")
-    assert "2 of 2 heavy nodes stay fp32" in " ".join(out.split())
-    warning = json.loads(run("convert", "conv.onnx", "--dtype", "bf16", "--json", "--force")[1])["warnings"]
-    assert "at opset 22 or use fp16" in warning[0]
+    assert "opset 17 → 22" in " ".join(out.split())
+    assert onnx.load(tmp_path / "conv.O2.bf16.onnx").opset_import[0].version == 22
+    found = json.loads(run("convert", "conv.onnx", "--dtype", "bf16", "--json", "--force")[1])
+    assert (found["opset"], found["warnings"]) == ({"before": 17, "after": 22}, [])
+    assert json.loads(run("convert", "conv.onnx", "--json", "--force")[1])["opset"] == {"before": 17, "after": 17}
+
+
+def test_convert_warns_of_an_opset_that_costs_a_kernel(run: Run, tmp_path: pathlib.Path) -> None:
+    text = """<ir_version: 8, opset_import: ["": 17]> g (float[1,1,8,8] x) => (float[1,1,8,8] y) <float[1,1,1,1] w = {2}>
+            { h = Conv(x, w) [pool] h1 = MaxPool<kernel_shape = [1, 1]>(h) y = Conv(h1, w) }"""
+    onnx.save(parser.parse_model(text), tmp_path / "conv.onnx")
+    found = json.loads(run("convert", "conv.onnx", "--dtype", "bf16", "--json")[1])
+    assert found["opset"] == {"before": 17, "after": 17}
+    assert "2 of 2 heavy nodes stay fp32" in found["warnings"][0]
+    assert "MaxPool 'pool' blocks" in found["warnings"][0]
+    assert "use fp16 or another --target" in found["warnings"][0]
+    assert (
+        json.loads(run("convert", "conv.onnx", "--dtype", "bf16", "--target", "any", "--json", "--force")[1])["opset"][
+            "after"
+        ]
+        == 22
+    )
     assert json.loads(run("convert", "conv.onnx", "--json", "--force")[1])["warnings"] == []
 
 

@@ -53,7 +53,7 @@ class TargetTable:
         if self._kernels is None:
             low = {_short(dtype) for dtype in types.values()}
             return not any(operator_name(node) in self._without.get(dtype, {}) for dtype in low)
-        if operator_name(node) in _WITHOUT_KERNEL:
+        if operator_name(node) in _WITHOUT_KERNEL or _copies(node):
             return True
         if not self._rows(node):
             return self._computes_body(node, signature, {_name(dtype) for dtype in types.values()} & _LOW)
@@ -121,6 +121,16 @@ def table(name: str) -> TargetTable:
 
 def _serves(version: int, since: int, until: int | None) -> bool:
     return since <= version <= until if until is not None else version == since
+
+
+def _copies(node: ir.Node) -> bool:
+    """Whether this is a Dropout that drops nothing, which ONNX Runtime removes."""
+    mask = node.outputs[1:]
+    return (
+        operator_name(node) == "Dropout"
+        and (len(node.inputs) < 3 or node.inputs[2] is None)
+        and not any(value.uses() or value.is_graph_output() for value in mask)
+    )
 
 
 def _name(dtype: ir.DataType) -> str:
