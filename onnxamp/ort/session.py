@@ -54,6 +54,7 @@ class SessionConfig:
             own default, except for 16-bit models on the CPU, which get ``extended``.
         threads: Threads inside an operator; 0 leaves it to the runtime.
         memory_pattern: Plan memory ahead; off saves memory where shapes vary, and in training graphs.
+        file_order: Run nodes in the order of the file, as far as optimizations leave one, and not depth first from the outputs.
         deterministic: Ask for deterministic kernels.
         log_severity: 0 verbose to 4 fatal; errors are raised, so that logging them (3) would only repeat them.
         provider_options: Options of the first provider, over `providers.default_options`.
@@ -65,6 +66,7 @@ class SessionConfig:
     optimization: str = "auto"
     threads: int = 0
     memory_pattern: bool = True
+    file_order: bool = False
     deterministic: bool = False
     log_severity: int = 4
     provider_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -91,6 +93,8 @@ def session_options(config: SessionConfig) -> Any:
     options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
     options.intra_op_num_threads = config.threads
     options.enable_mem_pattern = config.memory_pattern
+    if config.file_order:
+        options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     options.log_severity_level = config.log_severity
     options.use_deterministic_compute = config.deterministic
     for key, value in config.config.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +32,10 @@ class Gradient:
     def __init__(self, model: ir.Model, ports: GraphPorts, place: Place) -> None:
         self._model = lower_gradient(model, place.config)
         self._ports = ports
-        self._place = place
+        # In the file a weight's gradient comes right behind what it needs. By default the runtime takes those of all layers last,
+        # and keeps what they need until then.
+        file_order = place.config.provider == "cpu"
+        self._place = dataclasses.replace(place, config=dataclasses.replace(place.config, file_order=file_order))
         self._first = next(port.name for port in ports.inputs if port.ref == "first")
         self.hosts = {port.name: port.ref for port in ports.of_kind("host")}
 

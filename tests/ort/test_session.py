@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import sys
 import types
@@ -286,3 +287,23 @@ def test_worker_takes_relative_paths(tmp_path: pathlib.Path, monkeypatch: pytest
     assert ours.run(proto(DOUBLE)).error == ""
     monkeypatch.chdir(tmp_path)
     assert ours.run("m.onnx", [{"x": np.ones(1, np.float32)}]).error == ""
+
+
+def test_nodes_run_in_the_order_of_the_file_when_asked(tmp_path: pathlib.Path) -> None:
+    """Depth first from the outputs, the branch of the second output is left for last; in the file it comes first."""
+    model = proto("""g (float[4] x) => (float[4] late, float[4] early) {
+        a = Exp(x)
+        early = Neg(a)
+        b = Sqrt(a)
+        late = Abs(b)
+    }""")
+    orders = {}
+    for file_order in (False, True):
+        options = session_options(SessionConfig("cpu", optimization="none", threads=1, file_order=file_order))
+        options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / f"{file_order}")
+        opened = providers.runtime().InferenceSession(model.SerializeToString(), options)
+        opened.run(None, {"x": np.ones(4, np.float32)})
+        events = json.loads(pathlib.Path(opened.end_profiling()).read_text())
+        orders[file_order] = [e["args"]["op_name"] for e in events if e["name"].endswith("_kernel_time")]
+    assert orders[True] == ["Exp", "Neg", "Sqrt", "Abs"]
+    assert orders[False] != orders[True]
