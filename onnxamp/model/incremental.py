@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext, registry
 
+from onnxamp.model import contrib_shapes
+
 
 class IncrementalInference:
     """Gives the outputs of a new node their types and symbolic shapes, from those of its inputs.
@@ -19,7 +21,7 @@ class IncrementalInference:
     """
 
     def __init__(self, opset_imports: Mapping[str, int]) -> None:
-        registry.collect()  # its rules are registered on first use only
+        contrib_shapes.register()
         self._opsets = {domain or "": version for domain, version in opset_imports.items()}
         self._context = ShapeInferenceContext(self._opsets, policy="refine")
 

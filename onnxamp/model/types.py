@@ -15,6 +15,7 @@ import onnx.shape_inference
 import onnx_ir as ir
 import onnx_shape_inference
 
+from onnxamp.model import contrib_shapes
 from onnxamp.model.signatures import operator_name, signature
 from onnxamp.model.units import TYPE_ATTRIBUTE, all_nodes, all_values, bodies
 
@@ -194,6 +195,7 @@ def _complete(model: ir.Model) -> bool:
 
 
 def _infer_symbolic(model: ir.Model) -> None:
+    contrib_shapes.register()
     values = list(all_values(model.graph))
     inside = [value for function in model.functions.values() for value in all_values(function.graph)]
     open_values = [(value, value.type, value.shape) for value in inside]  # a function may be called with several types
