@@ -20,7 +20,8 @@ class BlockedConvPass(ir.passes.InPlacePass):
     1. `Conv(x, w, b)` becomes `ReorderInput(x)` → blocked `Conv` with w as [M/B, C/B, kH, kW, B of C, B of M] → `ReorderOutput`,
        where all is FP32, x has two spatial dimensions, `group` is 1, the channels M and C are multiples of B, and the kernel has more than
        one element (a product of matrices is as fast).
-    2. Convolutions of one x share its `ReorderInput`.
+    2. The same with w as [M/B, kH, kW, B] where each channel has a filter of its own (`group` = C = M).
+    3. Convolutions of one x share its `ReorderInput`.
 
     Args:
         block: B, what the runtime's kernels use on this machine (`ort.layouts.channel_block`).
@@ -55,23 +56,26 @@ class BlockedConvPass(ir.passes.InPlacePass):
         if weight.shape is None or ir.convenience.get_const_tensor(weight) is not None:
             return False
         sizes = weight.shape.numpy() if weight.shape.is_static() else ()
-        return (
-            len(sizes) == 4
-            and math.prod(sizes[2:]) > 1
-            and all(size and size % self.block == 0 for size in sizes[:2])
-            and node.attributes.get_int("group", 1) == 1
-            and node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
-        )
+        if len(sizes) != 4 or math.prod(sizes[2:]) < 2 or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+            return False
+        group = node.attributes.get_int("group", 1)
+        blocked = sizes[:1] if sizes[1] == 1 and group == sizes[0] else sizes[:2] if group == 1 else (1,)
+        return all(size and size % self.block == 0 for size in blocked)
 
     def _rewrite(self, graph: ir.Graph, node: ir.Node, x: ir.Value, weight: ir.Value) -> None:
         assert weight.shape is not None
-        outputs, inputs, height, width = weight.shape.numpy()
+        outputs, inputs, height, width = sizes = weight.shape.numpy()
         block, y = self.block, node.outputs[0]
         name = y.name
-        split = _shape(graph, f"{name}/split", [outputs // block, block, inputs // block, block, height, width])
-        joined = _shape(graph, f"{name}/joined", [outputs, inputs, height, width])
+        rows, columns = [outputs // block, block], [inputs // block, block]
+        if node.attributes.get_int("group", 1) > 1:
+            parts, order = [*rows, height, width], [0, 2, 3, 1]
+        else:
+            parts, order = [*rows, *columns, height, width], [0, 2, 4, 5, 3, 1]
+        split = _shape(graph, f"{name}/split", parts)
+        joined = _shape(graph, f"{name}/joined", list(sizes))
         apart = ir.node("Reshape", [weight, split], name=f"{name}/Reshape")
-        moved = ir.node("Transpose", apart.outputs, {"perm": [0, 2, 4, 5, 3, 1]}, name=f"{name}/Transpose")
+        moved = ir.node("Transpose", apart.outputs, {"perm": order}, name=f"{name}/Transpose")
         blocked = ir.node("Reshape", [moved.outputs[0], joined], name=f"{name}/Reshape_1")
         conv = ir.node(
             "Conv",

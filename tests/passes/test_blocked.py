@@ -19,6 +19,8 @@ SUITABLE = [
     ("no padding", "2,16,9,7", "32,16,3,3", "kernel_shape=[3,3]"),
     ("strides", "N,16,H,W", "48,16,3,3", "strides=[2,3], pads=[1,1,1,1]"),
     ("dilations and uneven pads", "N,16,12,11", "16,16,2,3", "dilations=[2,1], pads=[1,0,2,1]"),
+    ("a filter each", "N,32,9,7", "32,1,3,3", "group=32, pads=[1,1,1,1]"),
+    ("a filter each, strides", "N,16,H,W", "16,1,3,5", "group=16, strides=[2,1], pads=[1,2,1,2], dilations=[1,1]"),
     ("one wide", "N,16,9,7", "16,16,1,5", "pads=[0,2,0,2]"),
 ]
 # left as they are
@@ -27,6 +29,8 @@ OTHERS = [
     ("three channels", "N,3,9,7", "16,3,3,3", "strides=[1,1]"),
     ("ten results", "N,16,9,7", "10,16,3,3", "strides=[1,1]"),
     ("groups", "N,32,9,7", "32,16,3,3", "group=2"),
+    ("two filters each", "N,16,9,7", "32,1,3,3", "group=16"),
+    ("ten filters", "N,10,9,7", "10,1,3,3", "group=10"),
     ("auto_pad", "N,16,9,7", "16,16,3,3", 'auto_pad="SAME_UPPER"'),
     ("one dimension", "N,16,9", "16,16,3", "strides=[1]"),
     ("three dimensions", "N,16,5,5,5", "16,16,3,3,3", "strides=[1,1,1]"),
