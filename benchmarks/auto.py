@@ -124,9 +124,13 @@ def low_nodes(path: str) -> list[int]:
     return [low, total]
 
 
-def in_process(python: str, what: str, path: str, inputs: str, dtype: str, limit: float) -> dict:
+def in_process(
+    python: str, what: str, path: str, inputs: str, dtype: str, limit: float, cosine_bound: float | None
+) -> dict:
     """Run one of the two in a process of its own, which may fail or take too long."""
     command = [python, "-W", "ignore", __file__, "--what", what, "--dtypes", dtype, "--inputs", inputs, path]
+    if cosine_bound is not None:
+        command += ["--cosine", str(cosine_bound)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
         return json.loads(done.stdout.splitlines()[-1])
@@ -153,7 +157,7 @@ def run(options: argparse.Namespace) -> None:
         for what, dtype, python in jobs:
             if (path.stem, what, dtype) in done:
                 continue
-            row = in_process(python, what, str(path), data, dtype, options.limit)
+            row = in_process(python, what, str(path), data, dtype, options.limit, options.cosine)
             row |= {"model": path.stem, "what": what, "dtype": dtype}
             with log.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -208,12 +212,15 @@ def main() -> None:
     parser.add_argument("--inputs", default="")
     parser.add_argument("--dtypes", default="fp16")
     parser.add_argument("--only", default="")
+    parser.add_argument("--cosine", type=float, help="another tolerance than those above")
     parser.add_argument("--peer", default="")
     parser.add_argument("--limit", type=float, default=900)
     parser.add_argument("--log", default="auto.jsonl")
     parser.add_argument("--table", type=pathlib.Path)
     parser.add_argument("--what", choices=["ours", "peer"], help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.cosine is not None:
+        COSINE.update(dict.fromkeys(COSINE, options.cosine))
     if options.table:
         print(table(options.table))
     elif options.what == "ours":
