@@ -131,6 +131,7 @@ OTHERS = [
     case("Det", (2, 4, 4), opset=18, symbolic="batch"),
     case("Det", (2, 1, 1), opset=18, symbolic="batch"),
     case("CumProd", (3, 4), ints(1).reshape(()), opset=26, ort=False),
+    case("CumProd", (5,), ints(0).reshape(()), opset=26, ort=False),
     case("CumProd", (2, 3, 2), ints(-2).reshape(()), opset=26, exclusive=1, ort=False),
     case("CumProd", (4, 2), ints(0).reshape(()), opset=26, reverse=1, ort=False),
     case("CumProd", (4, 2), ints(0).reshape(()), opset=26, reverse=1, exclusive=1, ort=False),
@@ -165,4 +166,4 @@ def test_rule(check_case, case):
 
 
 def test_number_of_cases():
-    assert len(CASES) == 80
+    assert len(CASES) == 81

@@ -163,8 +163,10 @@ def cum_prod(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     exclusive = bool(node.attributes.get_int("exclusive", 0))
     order = [axis, *(other for other in range(rank) if other != axis)]
     rows = op.transpose(op.wide(x), order)
-    first = op.Expand(op.scalar(1.0, rows.dtype), op.join([op.dim(rows, other) for other in range(1, rank)]))
-    if rows.shape is not None:
+    first = op.scalar(1.0, rows.dtype)
+    if rank > 1:
+        first = op.Expand(first, op.join([op.dim(rows, other) for other in range(1, rank)]))
+    if rows.shape is not None and rank > 1:
         first.shape = ir.Shape(list(rows.shape)[1:])
 
     def step(b: Builder, state: list[ir.Value], row: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
