@@ -150,7 +150,7 @@ class Checkpoints(Callback):
     def on_start(self, loop: Loop) -> None:
         if not loop.writes:
             return
-        for unfinished in self.folder.glob(".*.part"):  # of a process that was killed while it wrote
+        for unfinished in self.folder.glob(".*.tmp"):  # of a process that was killed while it wrote
             unfinished.unlink(missing_ok=True)
         if loop.trainer.collective.world_size > 1 and not checkpoints(self.folder):
             self.save(loop)
