@@ -13,6 +13,7 @@ from onnxamp.errors import UsageError
 from onnxamp.training import batch_norm, dropout, fragment, ort_training
 from onnxamp.training.accumulation import Accumulation
 from onnxamp.training.fragment import BOOL, FLOAT, INT64, Fragment
+from onnxamp.training.joint_plan import JointPlan
 from onnxamp.training.losses import AnyLoss, LossModel, ModelOutput
 from onnxamp.training.manifest import GraphPorts, Labels, Port
 from onnxamp.training.objective import Objective, objective
@@ -196,6 +197,9 @@ def grad_graph(task: Task) -> GradGraph:
     empty = op.is_zero(terms.weight_sum)
     mean = op.Div(terms.loss_sum, op.select(empty, 1.0, terms.weight_sum))
     built.give(op.select(empty, 0.0, mean), "amp.loss", "result", "loss")
+    target = built.model.metadata_props.get("onnxamp.target")
+    if target is not None and task.engine == "native":
+        JointPlan(target)(built.model)
     model, ports = built.finish("grad.onnx")
     return GradGraph(model, ports, tuple(entries), statistics, task.labels or terms.labels)
 
