@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnxamp.ort.layouts import channel_block
 from onnxamp.ort.session import SessionConfig, loads
 from onnxamp.passes.blocked import BlockedConvPass
-from onnxamp.passes.masks import ReluMaskPass
+from onnxamp.passes.masks import MaskPass
 from onnxamp.passes.scaled_add import ScaledAddPass
 
 
@@ -20,7 +20,7 @@ def lower_gradient(model: ir.Model, config: SessionConfig) -> ir.Model:
     """grad.onnx for the provider of `config`; the model itself if there is nothing to gain."""
     if config.provider != "cpu":
         return model
-    passes: list[ir.passes.InPlacePass] = [ReluMaskPass()]
+    passes: list[ir.passes.InPlacePass] = [MaskPass()]
     if block := channel_block():
         passes.append(BlockedConvPass(block))
     lowered = model.clone()
