@@ -209,6 +209,8 @@ def _infer_symbolic(model: ir.Model) -> None:
     for value, kind, shape, tensor in before:
         if kind is not None:
             value.type = kind
+        elif not _is_whole(value.type):
+            value.type = None
         if shape is not None and (shape.is_static() or value.shape is None or len(value.shape) != len(shape)):
             value.shape = shape
         value.const_value = tensor
@@ -292,6 +294,13 @@ def _by_signature(node: ir.Node, opsets: dict[str, int]) -> None:
             value.type = bound[formal.variable]
         elif len(allowed) == 1:
             value.type = _parse(next(iter(allowed)))
+
+
+def _is_whole(kind: ir.TypeProtocol | None) -> bool:
+    """Whether a type says what its elements are: a sequence of unknown things is no type that can be written."""
+    while isinstance(kind, ir.SequenceType | ir.OptionalType):
+        kind = kind.elem_type
+    return kind is not None and kind.dtype not in (None, ir.DataType.UNDEFINED)
 
 
 def _parse(text: str) -> ir.TypeProtocol | None:

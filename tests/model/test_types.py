@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper, parser
 
 from onnxamp.model import io, types
 from onnxamp.model.units import all_nodes, type_graph
@@ -187,3 +187,15 @@ def test_shapes_of_old_opsets(opset: int) -> None:
         "c": [1, 12],
         "y": [1, 5],
     }
+
+
+@pytest.mark.parametrize("maker", ["SplitToSequence", "SequenceConstruct", "Optional"])
+def test_a_sequence_of_what_no_schema_describes_has_no_type(maker: str) -> None:
+    model = parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 20, "custom": 1]> g (float[4,4] x) => (float[4,4] y)
+        {{ u = custom.Nothing(x)  s = {maker}(u)  y = Relu(x) }}"""
+    )
+    loaded = io.load(model)
+    types.infer(loaded)
+    assert {value.name: value.type for node in loaded.graph for value in node.outputs}["s"] is None
+    io.to_proto(loaded).SerializeToString()
