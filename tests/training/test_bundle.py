@@ -325,15 +325,18 @@ def test_tensors_that_do_not_train_are_told(export):
     assert not build(model, loss="mse", optimizer="sgd", level="O0", frozen="table").manifest.notes
 
 
-@pytest.mark.parametrize(("dtype", "opset", "told"), [("bf16", 17, True), ("fp16", 17, False), ("bf16", 22, False)])
-def test_an_opset_without_16_bit_forms_is_told(export, dtype, opset, told):
-    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3), nn.Flatten(), nn.Linear(32, 3))
-    model = export(net, torch.randn(2, 1, 8, 8), opset=opset)
-    notes = build(model, loss="mse", optimizer="sgd", dtype=dtype).manifest.notes
-    assert [note for note in notes if "2 of 3 heavy nodes stay fp32" in note and "at opset 22 or use fp16" in note] == (
-        list(notes) if told else []
-    )
-    assert bool(notes) == told
+@pytest.mark.parametrize(
+    ("dtype", "between", "opset", "blocked"),
+    [("bf16", nn.ReLU, 22, False), ("fp16", nn.ReLU, 17, False), ("bf16", lambda: nn.MaxPool2d(1), 17, True)],
+)
+def test_the_opset_rises_for_bf16_or_what_blocks_it_is_told(export, dtype, between, opset, blocked):
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), between(), nn.Conv2d(2, 2, 3), nn.Flatten(), nn.Linear(32, 3))
+    model = export(net, torch.randn(2, 1, 8, 8), opset=17)
+    bundle = build(model, loss="mse", optimizer="sgd", dtype=dtype)
+    assert bundle.graphs["grad"].opset_imports[""] == opset
+    notes = [note for note in bundle.manifest.notes if "heavy nodes stay fp32" in note]
+    assert len(notes) == blocked
+    assert all("2 of 3 heavy" in note and "MaxPool" in note for note in notes)
 
 
 def test_a_final_softmax_is_left_out(export, drive):
