@@ -23,7 +23,7 @@ from onnxamp.trainer import distributed, export, state_dict
 from onnxamp.trainer.collective import Collective, SingleProcess
 from onnxamp.trainer.data import Arrays, open_data
 from onnxamp.trainer.device import find_device, usable_threads
-from onnxamp.trainer.drive import Plan, drive
+from onnxamp.trainer.drive import Plan, drive, finished
 from onnxamp.trainer.fit import History
 from onnxamp.trainer.metrics import metric
 from onnxamp.trainer.micro_batch import micro_batch
@@ -57,6 +57,7 @@ class Session:
         self.console = console if self.collective.rank == 0 else Console(quiet=True)
         self.threads = usable_threads(options["threads"], self.collective.local_world_size)
         self.resumes = bool(options["resume"]) and self.run.exists and self.run.ours
+        self.exported = self.run.model_path.is_file()
         self.collective.barrier()  # all have looked before the first writes
 
     def train(self) -> History:
@@ -66,6 +67,14 @@ class Session:
                 self._resumed() if self.resumes else self._fresh() if self.collective.rank == 0 else self._joined()
             )
             plan = self._plan(trainer)
+            if self.resumes:
+                if (history := finished(trainer, plan, exported=self.exported)) is not None:
+                    has = f"{history.epochs} epoch{'s' * (history.epochs != 1)} and {history.steps} steps"
+                    self._say(f"nothing left to do: the run has {has}; a larger --epochs or --steps goes further")
+                    self._leave()
+                    return history
+                if self.collective.rank == 0:
+                    self.run.write_config({**self.run.read_config(), **self.effective})
             self._introduce(trainer, plan)
             history = drive(self.run, trainer, plan, self.console)
         except BaseException as problem:
@@ -92,6 +101,13 @@ class Session:
         return {**result, "run": str(self.run.folder), "model": str(self.run.model_path)}
 
     def _data(self) -> Any:
+        if not self.options["data"] and self.options["resume"] and not self.run.exists:
+            raise UsageError(
+                f"There is no run in {self.run.folder} to go on with (its beginning was not finished): give MODEL, --data and the rest "
+                "again."
+                if self.run.ours
+                else f"There is no run in {self.run.folder} to go on with: name its folder, or begin one with MODEL and --data."
+            )
         if not self.options["data"]:
             raise UsageError("There is nothing to train on: give --data FILE.npz or a folder.")
         return open_data(self.options["data"])
@@ -114,8 +130,6 @@ class Session:
             if trainer.accumulate != accumulate:
                 self._say(f"windows keep their rows: now {trainer.accumulate} micro-batches of {size} in each process")
             self.effective |= {"batch-size": size, "accumulate": trainer.accumulate}
-        if self.collective.rank == 0:
-            self.run.write_config({**self.run.read_config(), **self.effective})
         return trainer
 
     def _joined(self) -> Trainer:
@@ -254,13 +268,15 @@ class Session:
 
     def _introduce(self, trainer: Trainer, plan: Plan) -> None:
         manifest = trainer.manifest
-        count = sum(tensor.size for tensor in manifest.tensors_in("master"))
+        numbers = trainer.bundle.summary()
+        count, frozen = numbers["parameters"], numbers["frozen_parameters"]
+        parameters = f"{count:,} of {count + frozen:,} parameters train" if frozen else f"{count:,} parameters"
         level = manifest.level if manifest.level == "O0" else f"{manifest.level} {manifest.dtype}"
         low, heavy = heavy_nodes(trainer.bundle.graphs["eval"])
         reached = f"  heavy nodes {low} of {heavy} in 16 bits" if manifest.level != "O0" else ""
         ranks = self.collective.world_size
         where = f"{trainer.provider}, {ranks} processes" if ranks > 1 else trainer.provider
-        self._say(f"{count:,} parameters  {level}{reached}  on {where}")
+        self._say(f"{parameters}  {level}{reached}  on {where}")
         for note in (*manifest.notes, *plan.notes(trainer)):
             self._say(f"note: {note}")
 

@@ -76,7 +76,7 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int:
     from onnxamp import console
     from onnxamp.commands._train import Session
     from onnxamp.errors import UsageError
-    from onnxamp.trainer.fit import INTERRUPTED
+    from onnxamp.trainer.position import INTERRUPTED
 
     assert isinstance(ctx.command, ConfiguredCommand)
     if not options["output"]:

@@ -10,12 +10,10 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from onnxamp.errors import UsageError
-
-if TYPE_CHECKING:
-    from onnxamp.trainer.fit import Loop
+from onnxamp.trainer.position import Loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +162,7 @@ class Checkpoints(Callback):
         best = loop.memory.get("best")
         if math.isnan(value) or (best is not None and self.sign * (value - best["value"]) <= 0):
             return
-        loop.memory["best"] = {"metric": self.metric, "value": value, "windows": loop.windows, "epoch": loop.epoch}
+        loop.memory["best"] = {"metric": self.metric, "value": value, "windows": loop.windows, "epoch": loop.last_epoch}
         loop.save(self.best_path)
 
     def on_epoch(self, loop: Loop) -> None:

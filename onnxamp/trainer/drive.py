@@ -6,7 +6,7 @@ import dataclasses
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -17,16 +17,14 @@ from onnxamp.trainer.callbacks import Callback, Checkpoints, EarlyStopping
 from onnxamp.trainer.checkpoint import write_text
 from onnxamp.trainer.data import open_data
 from onnxamp.trainer.export import read_trained
-from onnxamp.trainer.fit import INTERRUPTED, History, fit
+from onnxamp.trainer.fit import History, fit
 from onnxamp.trainer.metrics import Metric
+from onnxamp.trainer.position import INTERRUPTED, End, Loop
 from onnxamp.trainer.progress import Progress, amount
 from onnxamp.trainer.run import Run
 from onnxamp.trainer.run_report import run_page, scale_hint
 from onnxamp.trainer.tracking import MetricsFile, TensorBoard
 from onnxamp.trainer.trainer import Trainer
-
-if TYPE_CHECKING:
-    from onnxamp.trainer.fit import Loop
 
 
 class StopOnSignal(Callback):
@@ -198,6 +196,26 @@ def drive(run: Run, trainer: Trainer, plan: Plan, console: Console, extra: Seque
     return history
 
 
+def finished(trainer: Trainer, plan: Plan, *, exported: bool) -> History | None:
+    """How the run went that a trainer goes on with, if nothing of the plan is left to do: neither training, nor the evaluation
+    and the model of its end.
+
+    Args:
+        trainer: A trainer loaded from a checkpoint.
+        plan: What is asked of it.
+        exported: Whether the run has its model.
+    """
+    position, end = trainer.position, End(plan.epochs, plan.steps)
+    epoch, batch, step, windows, skipped, evaluated = (
+        int(position.get(name, 0)) for name in ("epoch", "batch", "step", "windows", "skipped", "evaluated")
+    )
+    ended = end.reached(epoch, step) and exported and (plan.val is None or evaluated == windows)
+    if not ended and not end.passed(epoch, batch, step):
+        return None
+    best = position.get("memory", {}).get("best")
+    return History("done", epoch, step, windows, skipped, 0, 0.0, (), {}, best)
+
+
 def _saved(run: Run) -> str:
     """What is left of a run that a lost process ended, and how it goes on."""
     newest = run.newest()
@@ -228,13 +246,9 @@ def summary(run: Run, trainer: Trainer, history: History, console: Console) -> N
     shown = run.folder
     rate = history.rows / history.seconds if history.seconds else 0.0
     skipped = f", {history.skipped} skipped" if history.skipped else ""
-    if not history.losses and history.reason == "done":
-        say(f"nothing left to do: the run has its {history.steps} steps; --epochs or --steps goes further")
-        return
-    say(
-        f"{history.steps} steps{skipped} in {amount(history.seconds)} ({rate:,.0f} rows/s)"
-        + ("" if history.reason in ("done", INTERRUPTED) else f"; stopped early: {history.reason}")
-    )
+    spent = f" in {amount(history.seconds)} ({rate:,.0f} rows/s)" if history.losses else ""
+    early = "" if history.reason in ("done", INTERRUPTED) else f"; stopped early: {history.reason}"
+    say(f"{history.steps} steps{skipped}{spent}{early}")
     if hint := scale_hint([entry for entry in run.metrics() if entry["kind"] == "window"]):
         say(hint, "yellow")
     if history.reason == INTERRUPTED:

@@ -1,79 +1,19 @@
-"""The loop over epochs: reads batches, steps the trainer, evaluates, calls the callbacks, can stop and go on anywhere.
-
-Everything that decides what comes next is in `Trainer.position`, which is part of a checkpoint: the epoch, the
-micro-batch in it, the number of windows, and what the callbacks remember. A resumed run therefore takes the same steps as one
-that was never stopped.
-"""
+"""The loop over epochs: reads batches, steps the trainer, evaluates, calls the callbacks, can stop and go on anywhere."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from onnxamp.errors import DataError, DivergedError, RankLostError, UsageError
 from onnxamp.trainer.batches import Batches, Share, bind
 from onnxamp.trainer.callbacks import Callback, Window
-from onnxamp.trainer.collective import Collective
-from onnxamp.trainer.data import Array, Batch, Field, open_data
-from onnxamp.trainer.metrics import Metric, metric
-
-INTERRUPTED = "interrupted"
-"""The reason of a run that a signal ended."""
-
-
-class Step(Protocol):
-    """What the loop reads of a micro-step's result."""
-
-    @property
-    def report(self) -> Mapping[str, float] | None:
-        """The report of the window that this micro-step ended, or None."""
-
-    @property
-    def cause(self) -> str | None:
-        """Why that window was skipped, or None."""
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether this micro-step ended a window and any rank wants the run to end."""
-
-
-class Steps(Protocol):
-    """What the loop asks of a trainer."""
-
-    position: dict[str, Any]
-
-    @property
-    def fields(self) -> Sequence[Field]: ...
-
-    @property
-    def accumulate(self) -> int: ...
-
-    @property
-    def collective(self) -> Collective: ...
-
-    @property
-    def metric_options(self) -> Mapping[str, Any]: ...
-
-    def micro_step(self, batch: Batch | None, rows: Sequence[int] | None = None) -> Step: ...
-
-    def flush(self) -> Step | None: ...
-
-    def interrupt(self) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def nonfinite_gradients(self) -> Sequence[str]: ...
-
-    def evaluate(self, data: Any, *, metrics: Sequence[Metric] = ...) -> dict[str, float]: ...
-
-    def save(self, path: str | os.PathLike[str]) -> None: ...
+from onnxamp.trainer.data import Array, open_data
+from onnxamp.trainer.metrics import Metric, metrics_of
+from onnxamp.trainer.position import INTERRUPTED, Loop, Step, Steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,116 +40,9 @@ class History:
     skipped: int
     rows: int
     seconds: float
-    losses: tuple[float, ...]
+    losses: tuple[float, ...] = dataclasses.field(repr=False)
     values: Mapping[str, float]
     best: Mapping[str, Any] | None
-
-
-class Loop:
-    """A running `fit`: where it is, and the handle by which callbacks stop it or save it.
-
-    Attributes:
-        trainer: The trainer.
-        batches: The training data.
-        epochs: Epochs to run, or None.
-        steps: Applied windows after which the run ends, or None.
-        epoch: The running epoch, from 0.
-        batch: Micro-batches of it that were used.
-        windows: Windows ended since the beginning of the run, resumed or not.
-        step: Windows applied since the beginning of the run.
-        skipped: Windows skipped since the beginning of the run.
-        evaluated: Windows ended when the last evaluation was made.
-        memory: What callbacks remember; JSON values only.
-        reason: Why the run ends, once it does.
-
-    Raises:
-        UsageError: The run was saved where its rows so far are no whole number of the micro-batches asked for now.
-    """
-
-    def __init__(self, trainer: Steps, batches: Batches, epochs: int | None, steps: int | None) -> None:
-        self.trainer = trainer
-        self.batches = batches
-        self.epochs = epochs
-        self.steps = steps
-        position = trainer.position
-        self.epoch = int(position.get("epoch", 0))
-        self.batch = int(position.get("batch", 0))
-        self.windows = int(position.get("windows", 0))
-        self.step = int(position.get("step", 0))
-        self.skipped = int(position.get("skipped", 0))
-        self.evaluated = int(position.get("evaluated", 0))
-        self.memory: dict[str, Any] = dict(position.get("memory", {}))
-        self.reason: str | None = None
-        before, size = position.get("size"), batches.size
-        if before and size and before != size:
-            done = self.batch * before
-            if batches.rows is not None and done >= batches.rows:
-                self.batch = len(batches)
-            elif done % size:
-                raise UsageError(
-                    f"The run has used {done} rows of the epoch, which are no whole number of micro-batches of {size} rows: "
-                    "take a batch size and a number of processes that divide them."
-                )
-            else:
-                self.batch = done // size
-        self._settled = self._position()
-
-    @property
-    def writes(self) -> bool:
-        """Whether this process is the one that writes files and speaks: rank 0."""
-        return self.trainer.collective.rank == 0
-
-    def stop(self, reason: str) -> None:
-        """End the run after the running micro-step; where several processes train, all must call it there."""
-        self.reason = self.reason or reason
-
-    def interrupt(self) -> None:
-        """End the run because this process was told to: after the running micro-step, or window if others train too."""
-        if self.trainer.collective.world_size == 1:
-            self.stop(INTERRUPTED)
-        else:
-            self.trainer.interrupt()
-
-    def save(self, path: Path) -> None:
-        """Write a checkpoint from which the run can go on exactly here (on rank 0; others do nothing)."""
-        self.trainer.position = self._position()
-        self.trainer.save(path)
-
-    def settle(self) -> None:
-        """Remember this place as the one to go back to: the window that ended here is in the trainer's state."""
-        self._settled = self._position()
-
-    def rewind(self) -> None:
-        """Go back to where the last window ended, as the only process, because another one is lost."""
-        self.trainer.leave()
-        for name in ("epoch", "batch", "windows", "step", "skipped", "evaluated", "memory"):
-            setattr(self, name, self._settled[name])
-
-    def _position(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "batch": self.batch,
-            "size": self.batches.size,
-            "windows": self.windows,
-            "step": self.step,
-            "skipped": self.skipped,
-            "evaluated": self.evaluated,
-            "memory": copy.deepcopy(self.memory),
-        }
-
-    @property
-    def total_windows(self) -> int | None:
-        """Windows that the run will have in the end, if none is skipped; None if the data's length is not known."""
-        if self.steps is not None:
-            return self.steps
-        if self.epochs is None or self.batches.rows is None:
-            return None
-        return self.epochs * windows_per_epoch(self.batches, self.trainer.accumulate)
-
-
-def windows_per_epoch(batches: Batches, accumulate: int) -> int:
-    """Windows of an epoch, a short last one included."""
-    return math.ceil(len(batches) / accumulate)
 
 
 def fit(
@@ -236,7 +69,8 @@ def fit(
     of the last window.
 
     Windows do not reach over epochs: what is left at the end of one is applied as a shorter window. `val` is evaluated
-    after each epoch (or every `eval_every` windows) and at the end.
+    after each epoch (or every `eval_every` windows) and at the end. A run that already has more epochs or steps is left as it is:
+    nothing is evaluated, and no callback hears of it.
 
     Args:
         trainer: The trainer; if its position is not the beginning, the run goes on from there.
@@ -280,8 +114,7 @@ def fit(
         bound = bind(open_data(val), trainer.fields, columns=columns, optional=("weights",))
         checks = Batches(bound, val_batch_size or batch_size, shuffle=False)
     loop = Loop(trainer, batches, epochs, steps)
-    measures = [metric(which, **trainer.metric_options) for which in metrics]
-    return _Run(loop, callbacks, checks, eval_every, measures).run()
+    return _Run(loop, callbacks, checks, eval_every, metrics_of(metrics, **trainer.metric_options)).run()
 
 
 class _Run:
@@ -321,11 +154,13 @@ class _Run:
 
     def _run(self) -> History:
         loop = self.loop
+        if loop.passed:
+            return self._history("done")
         for callback in self.callbacks:
             callback.on_start(loop)
-        while loop.reason is None and not self._finished():
+        while loop.reason is None and not loop.finished:
             self._epoch()
-        if self.val is not None and loop.evaluated != loop.windows and self._finished():
+        if self.val is not None and loop.evaluated != loop.windows and loop.finished:
             self._evaluate()
         if loop.reason is None and self.losses and not loop.step:
             raise DivergedError(
@@ -335,8 +170,12 @@ class _Run:
         loop.reason = loop.reason or "done"
         for callback in self.callbacks:
             callback.on_end(loop, loop.reason)
+        return self._history(loop.reason)
+
+    def _history(self, reason: str) -> History:
+        loop = self.loop
         return History(
-            loop.reason,
+            reason,
             loop.epoch,
             loop.step,
             loop.windows,
@@ -346,12 +185,6 @@ class _Run:
             tuple(self.losses),
             self.values,
             loop.memory.get("best"),
-        )
-
-    def _finished(self) -> bool:
-        loop = self.loop
-        return (loop.epochs is not None and loop.epoch >= loop.epochs) or (
-            loop.steps is not None and loop.step >= loop.steps
         )
 
     def _epoch(self) -> None:
@@ -371,7 +204,7 @@ class _Run:
                 loop.batch += 1
                 if result.report is not None:
                     self._window(result, result.report)
-                if loop.reason is not None or self._finished():
+                if loop.reason is not None or loop.finished:
                     return
         if (last := loop.trainer.flush()) is not None and last.report is not None:
             self._window(last, last.report)

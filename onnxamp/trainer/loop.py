@@ -53,6 +53,13 @@ class StepResult:
         self._ended = ended
         self._report: dict[str, float] | None = None
 
+    def __repr__(self) -> str:
+        report = self.report
+        if report is None:
+            return f"<StepResult loss {self.loss:.6g}, window open>"
+        ended = f"skipped: {self.cause}" if self.skipped else "applied" if self.applied else "empty"
+        return f"<StepResult loss {self.loss:.6g}, window {ended}; loss {report['loss']:.6g} over {report['rows']:.0f} rows>"
+
     @property
     def loss(self) -> float:
         """Mean loss of this micro-batch (0 if no row has weight)."""

@@ -15,7 +15,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -400,11 +400,13 @@ def metric(
         class_axis: The class dimension of the output, that of the loss; None if no loss tells (classification by name).
 
     Raises:
-        UsageError: No metric has this name.
+        UsageError: No metric has this name, or it is something else.
     """
     if isinstance(which, Metric):
         return which
     if not isinstance(which, str):
+        if isinstance(which, type) or not callable(which):
+            raise UsageError(f"A metric is a name, a function of output and labels, or a Metric, not {which!r}.")
         return Function(which)
     top = re.fullmatch(r"top-?([1-9]\d*)", which)
     if top is None and which not in _MAKERS:
@@ -415,3 +417,14 @@ def metric(
     if which in ("mse", "mae", "r2"):
         return make()
     return make(ignore_index=ignore_index, binary=binary, probabilities=probabilities, class_axis=class_axis)
+
+
+def metrics_of(wanted: Iterable[str | Metric | Callable[[Array, Array], float]], **options: Any) -> list[Metric]:
+    """The metrics meant, in their order; `options` as of `metric`.
+
+    Raises:
+        UsageError: One of them is none, or a name stands there by itself.
+    """
+    if isinstance(wanted, str) or not isinstance(wanted, Iterable):
+        raise UsageError(f"Metrics are given as a list, not as {wanted!r}: write metrics=[{wanted!r}].")
+    return [metric(which, **options) for which in wanted]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
@@ -18,9 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from onnxamp.trainer.callbacks import Callback, Window
-
-if TYPE_CHECKING:
-    from onnxamp.trainer.fit import Loop
+from onnxamp.trainer.position import Loop
 
 _STATUS_SECONDS = 30.0
 # Skipped windows that get a line of their own before they are only counted.
@@ -47,7 +44,7 @@ class Progress(Callback):
         self._live: Live | None = None
         self._rate = 0.0
         self._loss = self._scale = float("nan")
-        self._sums = [0.0, 0.0]
+        self._sums, self._summed = [0.0, 0.0], 0  # of losses and weights since that many windows
         self._lines = 0
         self._began = self._shown = time.monotonic()
         self._values = self._metric = ""
@@ -56,6 +53,7 @@ class Progress(Callback):
     def on_start(self, loop: Loop) -> None:
         self._began = self._shown = time.monotonic()
         self._share_before = self._share(loop) or 0.0
+        self._summed = loop.windows
         if self.console.is_terminal:
             self._live = Live("", console=self.console, refresh_per_second=8, transient=True)
             self._live.start()
@@ -103,16 +101,21 @@ class Progress(Callback):
 
     def on_epoch(self, loop: Loop) -> None:
         if not self._values:
-            self._summary(loop, "", loop.epoch - 1)
+            self._summary(loop, "")
         self._values = ""
 
-    def _summary(self, loop: Loop, numbers: str, epoch: int | None = None) -> None:
-        number = (loop.epoch if epoch is None else epoch) + 1
+    def _summary(self, loop: Loop, numbers: str) -> None:
         of = f"/{loop.epochs}" if loop.epochs is not None else ""
-        mean = self._sums[0] / self._sums[1] if self._sums[1] else float("nan")
-        self._sums = [0.0, 0.0]
-        text = f"epoch {number}{of}  step {loop.step}  loss {mean:.4g}"
-        self._say(text + (f"  {numbers}" if numbers else ""))
+        parts = [f"epoch {loop.last_epoch + 1}{of}", f"step {loop.step}"]
+        if loop.windows > self._summed:  # else nothing was trained since the line before
+            mean = self._sums[0] / self._sums[1] if self._sums[1] else float("nan")
+            parts.append(f"loss {mean:.4g}")
+        self._sums, self._summed = [0.0, 0.0], loop.windows
+        self._say("  ".join([*parts, *([numbers] if numbers else [])]))
+
+    def on_end(self, loop: Loop, reason: str) -> None:
+        if loop.windows > self._summed:
+            self._summary(loop, "")
 
     def close(self) -> None:
         if self._live is not None:

@@ -9,14 +9,12 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from onnxamp.errors import RuntimeMissingError
 from onnxamp.trainer.callbacks import Callback, Window
 from onnxamp.trainer.checkpoint import atomic, disk_error
-
-if TYPE_CHECKING:
-    from onnxamp.trainer.fit import Loop
+from onnxamp.trainer.position import Loop
 
 # Between two points of TensorBoard.
 _POINT_SECONDS = 0.25
@@ -87,7 +85,7 @@ class MetricsFile(Callback):
         self._write(record(loop, window))
 
     def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
-        entry = {"kind": "evaluation", "window": loop.windows, "step": loop.step, "epoch": loop.epoch}
+        entry = {"kind": "evaluation", "window": loop.windows, "step": loop.step, "epoch": loop.last_epoch}
         self._write({**entry, **values})
 
     def _write(self, entry: Mapping[str, Any]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -25,19 +25,17 @@ from onnxamp.trainer.collective import Collective, SingleProcess, divided
 from onnxamp.trainer.data import Field
 from onnxamp.trainer.device import find_device, usable_threads
 from onnxamp.trainer.evaluator import Evaluator, without_loss
+from onnxamp.trainer.fit import History, fit
 from onnxamp.trainer.gradient import Gradient
 from onnxamp.trainer.inference import Trained
 from onnxamp.trainer.loop import Loop, StepResult, Window
+from onnxamp.trainer.metrics import Metric, metrics_of
 from onnxamp.trainer.outputs import joined, label_name, metric_options, prediction
 from onnxamp.trainer.program import Place, Program, Results, segment_scalars
 from onnxamp.trainer.update import Update
 from onnxamp.training.bundle import Bundle
 from onnxamp.training.evaluation import evaluation_graph
 from onnxamp.training.manifest import Port
-
-if TYPE_CHECKING:
-    from onnxamp.trainer.fit import History
-    from onnxamp.trainer.metrics import Metric
 
 logger = logging.getLogger("onnxamp")
 
@@ -228,8 +226,6 @@ class Trainer:
 
     def fit(self, data: Any, **options: Any) -> History:
         """Train on a data set: see `onnxamp.trainer.fit.fit` for the arguments."""
-        from onnxamp.trainer.fit import fit
-
         return fit(self, data, **options)
 
     def evaluate(
@@ -239,7 +235,7 @@ class Trainer:
         *,
         dtype: str | None = None,
         weights: str = "working",
-        metrics: Sequence[Metric] = (),
+        metrics: Sequence[str | Metric | Callable[[NDArray[Any], NDArray[Any]], float]] = (),
     ) -> dict[str, float]:
         """Mean loss over a data set, and metrics of the output that the loss reads.
 
@@ -249,29 +245,30 @@ class Trainer:
             dtype: The 16-bit type of `level`; that of the training by default.
             weights: ``working``, the parameters as training computes with them; ``master``, the FP32 ones (in FP32 unless
                 `level` says otherwise); ``ema``, their moving average.
-            metrics: Metrics to update and read.
+            metrics: Metrics besides the loss: names, objects or functions, as `fit` takes them.
 
         Where several processes train, give each of them all the data; all get the numbers of rank 0.
 
         Raises:
             DataError: A batch does not fit.
-            UsageError: Unknown level or weights.
+            UsageError: Unknown level, weights or metric.
         """
+        measures = metrics_of(metrics, **self.metric_options)
         evaluator = self._evaluator(weights, level, dtype)
-        for each in metrics:
+        for each in measures:
             each.reset()
         totals = np.zeros(2)
         output, label = prediction(self.bundle).name, label_name(self.bundle)
         for batch in [data] if isinstance(data, Mapping) else data:
-            if metrics and label not in batch:
+            if measures and label not in batch:
                 raise UsageError("Metrics compare with labels, and the data have none.")
             outputs = evaluator.run(self._check(batch))
             totals += evaluator.sums.read()
-            for each in metrics:
+            for each in measures:
                 each.update(outputs[output or ""], batch[label], batch.get("weights"))
         loss = float(totals[0] / totals[1]) if totals[1] else float("nan")
-        values = self._of_rank_0(np.array([loss, *(each.value() for each in metrics)]))
-        return dict(zip(["loss", *(each.name for each in metrics)], map(float, values), strict=True))
+        values = self._of_rank_0(np.array([loss, *(each.value() for each in measures)]))
+        return dict(zip(["loss", *(each.name for each in measures)], map(float, values), strict=True))
 
     def predict(self, data: Batch | Iterable[Batch], *, weights: str = "working") -> dict[str, NDArray[Any]]:
         """The model's outputs, joined along the first axis if `data` is an iterable of batches.

@@ -16,6 +16,7 @@ import onnx_ir as ir
 import safetensors
 import safetensors.numpy
 
+from onnxamp.autodiff.parameters import classify
 from onnxamp.errors import ModelError, RuntimeMissingError, UsageError
 from onnxamp.model import io
 from onnxamp.model.tensors import byte_blocks
@@ -27,7 +28,7 @@ STATE = "state.safetensors"
 MODEL = "model.onnx"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Bundle:
     """Everything that training needs; `docs/bundle.md` describes it.
 
@@ -121,6 +122,7 @@ class Bundle:
             "dtype": manifest.dtype if manifest.level != "O0" else "",
             "parameters": sum(tensor.size for tensor in masters),
             "trained_tensors": len(masters),
+            "frozen_parameters": self._held(),
             "frozen_tensors": len(manifest.frozen),
             "adapters": len(manifest.adapters),
             "trained_bytes": sum(tensor.size for tensor in masters) * ITEM_SIZE["float32"],
@@ -130,6 +132,19 @@ class Bundle:
             "nodes": {name: len(graph.graph) for name, graph in self.graphs.items()},
             "notes": list(manifest.notes),
         }
+
+    def _held(self) -> int:
+        """Elements of the model's parameters that would train, had they not been frozen by name, by a group or for adapters."""
+        held = {name for name, why in self.manifest.frozen.items() if why.startswith(("frozen by", "only adapters"))}
+        return sum(parameter.size for parameter in classify(self.model).trainable if parameter.name in held)
+
+    def __repr__(self) -> str:
+        manifest, numbers = self.manifest, self.summary()
+        level = manifest.level if manifest.level == "O0" else f"{manifest.level} {manifest.dtype}"
+        frozen = f" of {numbers['parameters'] + numbers['frozen_parameters']:,}" if numbers["frozen_parameters"] else ""
+        nodes = ", ".join(f"{name} {count}" for name, count in numbers["nodes"].items())
+        where = "in memory" if self.path is None else f"in {os.fspath(self.path)}"
+        return f"<Bundle {level}: {numbers['parameters']:,}{frozen} parameters train; nodes: {nodes}; {where}>"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Bundle:

@@ -9,7 +9,7 @@ from onnxamp import training
 from onnxamp.errors import RankLostError, UsageError
 from onnxamp.trainer.callbacks import Callback, Checkpoints, checkpoints
 from onnxamp.trainer.collective import divided
-from onnxamp.trainer.fit import INTERRUPTED
+from onnxamp.trainer.position import INTERRUPTED
 from onnxamp.trainer.trainer import Trainer
 
 

@@ -379,3 +379,34 @@ def test_the_page_of_a_run_that_only_failed():
     assert "not finite" in text
     assert "<b>NaN" not in text
     assert run_page("empty", [], {}, "failed")
+
+
+@pytest.mark.parametrize("end", [{"epochs": 1}, {"steps": 6}])
+def test_a_run_beyond_its_end_is_left_as_it_is(end, tmp_path):
+    """Nothing trained means nothing evaluated, recorded or saved."""
+
+    class Never(Callback):
+        def on_start(self, loop):
+            raise AssertionError
+
+    trainer = Counter()
+    fit(trainer, DATA, steps=7, batch_size=10, callbacks=[Checkpoints(tmp_path)])  # 5 windows an epoch
+    history = fit(trainer, DATA, batch_size=10, val=DATA, callbacks=[Never()], **end)
+    assert (history.reason, history.epochs, history.steps, history.losses) == ("done", 1, 7, ())
+
+
+def test_lines_of_an_end_within_an_epoch(tmp_path):
+    """The last windows have a loss of their own, once; an evaluation without a new window has none."""
+
+    def lines(trainer, **options):
+        with open(os.devnull, "w") as sink:
+            console = Console(width=80, no_color=True, record=True, file=sink)
+            fit(trainer, DATA, batch_size=10, callbacks=[Checkpoints(tmp_path), Progress(console)], **options)
+        return console.export_text().splitlines()
+
+    assert lines(Counter(), steps=7) == ["epoch 1  step 5  loss 0.4567", "epoch 2  step 7  loss 0.1548"]
+    resumed = Counter.load(tmp_path / "step-00000007.safetensors")
+    assert lines(resumed, steps=7, val=DATA) == ["epoch 2  step 7  val_loss 0.125  rows 50"]
+    assert lines(Counter(), epochs=2, val=DATA, eval_every=4)[-1].startswith(
+        "epoch 2/2  step 10  loss 0.1056  val_loss"
+    )

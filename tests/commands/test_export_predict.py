@@ -1,0 +1,85 @@
+"""`onnxamp export` and `onnxamp predict`: what comes out of a run."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import numpy_helper
+from safetensors.numpy import load_file
+
+import onnxamp
+from onnxamp.ort.session import open_session
+from onnxamp.ort.session import run as run_session
+from onnxamp.passes.emulate import emulate
+from onnxamp.training import build
+
+
+def test_export_and_predict(run, place, call):
+    folder, _, _ = run
+    code, out, _ = call("export", folder, "-o", place / "fp32.onnx")
+    assert (code, out.split(",")[0]) == (0, f"{place}/fp32.onnx: FP32")
+    source, exported = onnx.load(place / "mlp.onnx").graph, onnx.load(place / "fp32.onnx").graph
+    assert [(n.name, n.op_type) for n in exported.node] == [(n.name, n.op_type) for n in source.node]
+    assert [t.name for t in exported.initializer] == [t.name for t in source.initializer]
+    assert call("export", folder, "-o", place / "fp16.onnx", "--level", "O2")[0] == 0
+    assert call("export", folder, "-o", place / "ema.onnx", "--weights", "ema", "--checkpoint", "last")[0] == 0
+    assert call("export", folder, "-o", place / "int8.onnx", "--int8", "--data", place / "train.npz")[0] == 0
+    labels = np.load(place / "test.npz")["labels"]
+    accuracy = {}
+    for name in ("fp32", "fp16", "ema", "int8"):
+        code, out, err = call(
+            "predict", place / f"{name}.onnx", "--data", place / "test.npz", "-o", place / "p.npz", "--force"
+        )
+        assert (code, out, err) == (0, f"{place}/p.npz: logits [360, 10]\n", "not used: labels\n")
+        accuracy[name] = (np.load(place / "p.npz")["logits"].argmax(1) == labels).mean()
+    assert accuracy["fp32"] > 0.85
+    assert accuracy["fp16"] == pytest.approx(accuracy["fp32"], abs=0.01)
+    assert accuracy["int8"] >= accuracy["fp32"] - 0.02
+    call("predict", folder, "--data", place / "test.npz", "-o", place / "r.npz")
+    call("predict", place / "fp32.onnx", "--data", place / "test.npz", "-o", place / "p.npz", "--force")
+    np.testing.assert_array_equal(np.load(place / "r.npz")["logits"], np.load(place / "p.npz")["logits"])
+
+
+def test_export_opens_no_session(run, place, call, monkeypatch):
+    """It only reads files: no provider, no proof, no remark on the machine that trained."""
+    folder, _, _ = run
+
+    def forbidden(*_, **__):
+        raise AssertionError("a session")
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "__init__", forbidden)
+    code, _, err = call("export", folder, "-o", place / "read.onnx", "--checkpoint", "last", "--weights", "ema")
+    assert (code, err) == (0, "")
+
+
+def test_framework_names_come_back(run, place, call):
+    folder, _, _ = run
+    code, out, _ = call("export", folder, "--state-dict", place / "tuned.safetensors", "-o", place / "s.onnx")
+    assert code == 0
+    assert "4 tensors trained" in out
+    tuned = load_file(place / "tuned.safetensors")
+    values = {t.name: numpy_helper.to_array(t) for t in onnx.load(place / "s.onnx").graph.initializer}
+    np.testing.assert_array_equal(tuned["fc2.weight"], values["MatMul_7"].T)
+    np.testing.assert_array_equal(tuned["fc1.weight"], values["fc1.weight"])
+    assert not np.array_equal(tuned["fc1.weight"], load_file(place / "original.safetensors")["fc1.weight"])
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O0", "fp16"), ("O2", "fp16"), ("O2", "bf16")])
+def test_an_export_gives_what_evaluation_at_its_level_gives(place, level, dtype):
+    model = place / "mlp.onnx"
+    data = dict(np.load(place / "train.npz"))
+    trainer = onnxamp.Trainer(build(model, loss="cross_entropy", optimizer="adamw", level=level, dtype=dtype), "cpu")
+    trainer.fit(data, epochs=1, batch_size=64)
+    exported = emulate(trainer.inference_model(level, dtype))
+    assert not [name for node in exported.graph for name in node.metadata_props if name == "onnxamp.backward"]
+    (logits,) = run_session(open_session(exported), {"image": data["image"]}).values()
+    tolerance = 1e-5 if level == "O0" else 2 * (2**-10 if dtype == "fp16" else 2**-7)
+    wanted = trainer.predict({"image": data["image"]})["logits"]
+    assert np.abs(logits - wanted).max() <= tolerance * np.abs(wanted).max()
+    assert trainer.evaluate(data)["loss"] == pytest.approx(trainer.evaluate(data, level=level)["loss"], rel=tolerance)
+    loss = trainer.evaluate(data, level=level)["loss"]
+    picked = torch.nn.functional.cross_entropy(torch.tensor(logits).double(), torch.tensor(data["labels"]))
+    assert float(picked) == pytest.approx(loss, rel=tolerance)
