@@ -27,7 +27,7 @@ from onnxamp.passes.casts import InsertCastsPass
 from onnxamp.passes.constants import ConvertConstantsPass, float_constants
 from onnxamp.passes.retype import RetypePass
 from onnxamp.passes.unfuse import UnfusePass
-from onnxamp.policy import codes
+from onnxamp.policy import codes, pages
 from onnxamp.policy.file import read_policy
 from onnxamp.policy.operators import Kind, operator
 from onnxamp.policy.options import HEADROOM
@@ -68,6 +68,37 @@ class Summary:
         """Canonical JSON."""
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
+    def rows(self) -> list[tuple[str, str]]:
+        """The table that ends a conversion: names and what stands behind them."""
+        from onnxamp.console import size  # imports rich, which nothing else here needs
+
+        before, after = self.weights
+        traffic = self.traffic
+        dissolved = ""
+        if traffic["cut"] != traffic["result"]:
+            dissolved = f" ({size(traffic['cut'])} before 16-bit regions without heavy nodes were dissolved)"
+        rows = [
+            ("nodes", ", ".join(f"{count} {kind}" for kind, count in self.nodes.items()) or "none with floats"),
+            ("heavy nodes", f"{self.heavy[0]} of {self.heavy[1]} in 16 bits"),
+            ("Casts added", f"{self.casts['low']} to 16 bits, {self.casts['fp32']} to fp32"),
+            ("weights", f"{size(before)} → {size(after)}"),
+            ("traffic", f"{size(traffic['source'])} → {size(traffic['result'])} a run, modelled{dissolved}"),
+        ]
+        if self.opset[0] != self.opset[1]:
+            rows.append(("opset", f"{self.opset[0]} → {self.opset[1]}, in which more nodes may be 16-bit"))
+        if self.dims:
+            rows.append(("assumed sizes", ", ".join(f"{name}={count}" for name, count in self.dims.items())))
+        for index, (code, count) in enumerate(self.islands.items()):
+            rows.append(("fp32 because" if index == 0 else "", f"{code} ({count}) {pages.title(code)}"))
+        for index, (name, change) in enumerate(self.changed.items()):
+            rows.append(("constants changed" if index == 0 else "", f"{name}: {change_text(change)}"))
+        return rows
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
+
     @classmethod
     def of(cls, model: ir.Model) -> Summary:
         """The summary that a conversion left in the metadata of `model`.
@@ -100,6 +131,14 @@ class Summary:
         return cls(**{**fields, **{name: tuple(fields[name]) for name in pairs}})
 
 
+def change_text(change: Mapping[str, object]) -> str:
+    """What happened to a constant, in words."""
+    if {"clamped", "elements", "extreme"} <= set(change):
+        noun = "element" if change["elements"] == 1 else "elements"
+        return f"{change['elements']} {noun} clamped to ±{change['clamped']:g}, before up to {change['extreme']:.4g}"
+    return ", ".join(f"{key} {value}" for key, value in change.items())
+
+
 def _are_counts(table: object, keys: Iterable[str]) -> bool:
     """Whether this is a mapping to integers that has `keys`."""
     return (
@@ -107,7 +146,7 @@ def _are_counts(table: object, keys: Iterable[str]) -> bool:
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ConvertResult:
     """A converted model.
 
@@ -121,10 +160,14 @@ class ConvertResult:
     plan: Plan
     summary: Summary
 
+    def __repr__(self) -> str:
+        options, (low, heavy) = self.plan.options, self.summary.heavy
+        return f"<ConvertResult {options.level} {options.dtype}: {low} of {heavy} heavy nodes in 16 bits>"
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a user should change to get more of the conversion, a sentence each."""
-        return (*self._held_by_opset(), *self._costly())
+        return (*self.held_by_opset, *self._costly())
 
     def _costly(self) -> tuple[str, ...]:
         """Where the Casts around what has to be 16-bit cost more than 16 bits save."""
@@ -141,7 +184,9 @@ class ConvertResult:
             f"to be 16-bit or fp32: use {lower}--io low, or real sizes with --dim.",
         )
 
-    def _held_by_opset(self) -> tuple[str, ...]:
+    @property
+    def held_by_opset(self) -> tuple[str, ...]:
+        """The part of `warnings` that holds for training too: heavy nodes that the opset keeps fp32."""
         heavy = [decision for node, decision in self.plan.nodes.items() if operator(node).kind is Kind.HEAVY]
         held = [decision for decision in heavy if decision.code == codes.OPSET]
         if 2 * len(held) <= len(heavy):

@@ -8,17 +8,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-def title(code: str) -> str:
-    """The phrase that stands for a code; empty for a code that this version does not know, as a file may hold any."""
-    from onnxamp.errors import UsageError
-    from onnxamp.policy import pages
-
-    try:
-        return pages.title(code)
-    except UsageError:
-        return ""
-
-
 def element_name(dtype: ir.DataType) -> str:
     """An element type in onnxamp's words (fp16), or in ONNX's if it has none."""
     from onnxamp.dtypes import BY_IR

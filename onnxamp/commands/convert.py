@@ -158,7 +158,7 @@ def command(
     if as_json:
         console.print_json(found)
     else:
-        rows = summary_rows(path, result.summary) + [("warning", text) for text in result.warnings]
+        rows = [("written", path), *result.summary.rows()] + [("warning", text) for text in result.warnings]
         if calibration is not None:
             rows += calibration_rows(calibration, result.plan)
         if searched is not None:
@@ -266,35 +266,6 @@ def summary_dict(summary: Summary) -> dict[str, Any]:
     return fields
 
 
-def summary_rows(path: str, summary: Summary) -> list[tuple[str, str]]:
-    """The table that ends a conversion."""
-    from onnxamp.commands._wording import title
-    from onnxamp.console import size
-
-    before, after = summary.weights
-    traffic = summary.traffic
-    dissolved = ""
-    if traffic["cut"] != traffic["result"]:
-        dissolved = f" ({size(traffic['cut'])} before 16-bit regions without heavy nodes were dissolved)"
-    rows = [
-        ("written", path),
-        ("nodes", ", ".join(f"{count} {kind}" for kind, count in summary.nodes.items()) or "none with floats"),
-        ("heavy nodes", f"{summary.heavy[0]} of {summary.heavy[1]} in 16 bits"),
-        ("Casts added", f"{summary.casts['low']} to 16 bits, {summary.casts['fp32']} to fp32"),
-        ("weights", f"{size(before)} → {size(after)}"),
-        ("traffic", f"{size(traffic['source'])} → {size(traffic['result'])} a run, modelled{dissolved}"),
-    ]
-    if summary.opset[0] != summary.opset[1]:
-        rows.append(("opset", f"{summary.opset[0]} → {summary.opset[1]}, in which more nodes may be 16-bit"))
-    if summary.dims:
-        rows.append(("assumed sizes", ", ".join(f"{name}={count}" for name, count in summary.dims.items())))
-    for index, (code, count) in enumerate(summary.islands.items()):
-        rows.append(("fp32 because" if index == 0 else "", f"{code} ({count}) {title(code)}"))
-    for index, (name, change) in enumerate(summary.changed.items()):
-        rows.append(("constants changed" if index == 0 else "", f"{name}: {change_text(change)}"))
-    return rows
-
-
 def calibration_dict(calibration: Calibration, plan: Plan) -> dict[str, Any]:
     """What calibration saw, and the values that stay fp32 for it, in JSON types."""
     return {
@@ -331,11 +302,3 @@ def _raised(calibration: Calibration, plan: Plan) -> list[Observed]:
 
     names = {decision.evidence.get("value") for decision in plan.decisions.values() if decision.code == codes.RANGE}
     return [row for row in calibration.beyond if row.value in names]
-
-
-def change_text(change: dict[str, object]) -> str:
-    """What happened to a constant, in words."""
-    if {"clamped", "elements", "extreme"} <= set(change):
-        noun = "element" if change["elements"] == 1 else "elements"
-        return f"{change['elements']} {noun} clamped to ±{change['clamped']:g}, before up to {change['extreme']:.4g}"
-    return ", ".join(f"{key} {value}" for key, value in change.items())

@@ -32,7 +32,7 @@ def command(what: tuple[str, ...], as_json: bool, **choices: str | None) -> None
     import pathlib
 
     from onnxamp import console
-    from onnxamp.commands._wording import title
+    from onnxamp.policy.pages import title
     from onnxamp.errors import UsageError
 
     given = {name: value for name, value in choices.items() if value is not None}
@@ -72,7 +72,7 @@ def command(what: tuple[str, ...], as_json: bool, **choices: str | None) -> None
 
 def explanation(model: str, name: str, choices: dict[str, str]) -> dict[str, Any]:
     """What there is to say of the node called `name` (or that gives the value of that name), in JSON types."""
-    from onnxamp.commands._wording import title
+    from onnxamp.policy.pages import title
     from onnxamp.model import io, types
     from onnxamp.model.metadata import noted
     from onnxamp.model.preparation import prepare

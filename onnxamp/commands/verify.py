@@ -119,7 +119,7 @@ def show_all(candidates: Sequence[str], results: Sequence[VerifyResult]) -> None
     for name, result in zip(candidates, results, strict=True):
         if not result.passed:
             console.show("")
-            console.show(f"{name}: {_verdict(result)}")
+            console.show(f"{name}: {result.verdict()}")
             for output in result.outputs:
                 if output.missed:
                     console.show(f"output {output.name!r}, sample {output.sample}: {'; '.join(output.missed)}")
@@ -194,7 +194,7 @@ def show(result: VerifyResult) -> None:
         console.show(text)
     if result.divergence is not None:
         console.show(_where(result))
-    console.show(_verdict(result))
+    console.show(result.verdict())
 
 
 def page_of(reference: str, candidates: Sequence[str], results: Sequence[VerifyResult]) -> str:
@@ -245,14 +245,18 @@ def _sections(result: VerifyResult, prefix: str = "") -> list[Section]:
         "sample",
     ]
     bounds = [[name, value] for name, value in result.tolerance.to_dict().items() if value is not None]
-    prose = [_verdict(result), *([_where(result)] if result.divergence else []), *result.problems, *result.notes]
+    prose = [result.verdict(), *([_where(result)] if result.divergence else []), *result.problems, *result.notes]
     failed = sum(bool(output.missed) for output in result.outputs)
     return [
         Figures(
             [
                 ("verdict", "passed" if result.passed else "failed", f"{failed} of {len(rows)} outputs fail"),
                 ("precision", result.precision, "emulated strictly" if result.precision != "fp32" else ""),
-                ("samples", str(result.samples), result.data),
+                (
+                    "samples",
+                    str(result.samples),
+                    result.data if result.rows is None else f"{result.rows} rows, {result.data}",
+                ),
             ],
             title=prefix.rstrip(": "),
         ),
@@ -283,14 +287,3 @@ def _where(result: VerifyResult) -> str:
     if found.kind == "lowest":
         return f"No single node spoils it; the lowest is {where}: {what}."
     return f"First at {where}: {what}; the reference reaches {console.number(found.largest)}."
-
-
-def _verdict(result: VerifyResult) -> str:
-    failed = sum(bool(output.missed) for output in result.outputs)
-    outcome = "PASSED" if result.passed else "FAILED"
-    if failed:
-        outcome += f" ({failed} of {len(result.outputs)} outputs)"
-    how = f"{result.precision} emulated strictly" if result.precision != "fp32" else "fp32"
-    count = f"{result.samples} sample" + ("s" if result.samples != 1 else "")
-    source = result.data if "made up" in result.data else f"{count} from {result.data}"
-    return f"{outcome}: {how}, {source}."

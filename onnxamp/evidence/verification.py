@@ -50,7 +50,7 @@ class OutputResult:
     missed: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class VerifyResult:
     """What verification found.
 
@@ -63,6 +63,7 @@ class VerifyResult:
         problems: Why the file itself fails: invalid for `onnx.checker`, or refused by ONNX Runtime.
         notes: What to know besides.
         divergence: Where an output that fails begins to differ; None if all pass or no single node can be named.
+        rows: Rows of all samples together, if the inputs of each have one first size; else None.
     """
 
     precision: str
@@ -73,11 +74,36 @@ class VerifyResult:
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     divergence: Divergence | None = None
+    rows: int | None = None
 
     @property
     def passed(self) -> bool:
         """Whether every output is within the tolerance and the file is sound."""
         return not self.problems and not any(output.missed for output in self.outputs)
+
+    def verdict(self) -> str:
+        """One sentence: the outcome, how it was computed, and on what."""
+        failed = sum(bool(output.missed) for output in self.outputs)
+        outcome = "PASSED" if self.passed else "FAILED"
+        if failed:
+            outcome += f" ({failed} of {len(self.outputs)} outputs)"
+        how = f"{self.precision} emulated strictly" if self.precision != "fp32" else "fp32"
+        count = f"{self.samples} sample" + ("s" if self.samples != 1 else "")
+        if self.rows is not None and self.rows != self.samples:
+            count += f" ({self.rows} rows)"
+        source = self.data if "made up" in self.data else f"{count} from {self.data}"
+        return f"{outcome}: {how}, {source}."
+
+    def __repr__(self) -> str:
+        return f"<VerifyResult {self.verdict()}>"
+
+    def __str__(self) -> str:
+        missed = [
+            f"output {output.name!r}, sample {output.sample}: {'; '.join(output.missed)}"
+            for output in self.outputs
+            if output.missed
+        ]
+        return "\n".join([self.verdict(), *missed, *self.problems])
 
     def to_dict(self) -> dict[str, Any]:
         """The result in JSON types; numbers that JSON lacks are strings (``"inf"``, ``"nan"``)."""
@@ -134,6 +160,7 @@ def verify(
     first: tuple[Sample, Sample] | None = None
     problems: list[str] = []
     notes: list[str] = []
+    rows: int | None = 0
     for sample in feeds:
         pair = (sample, cast_sample(sample, theirs))
         first = first or pair
@@ -147,6 +174,8 @@ def verify(
         except DataError as problem:
             problems.append(f"The candidate fails on sample {comparison.count}: {problem}")
             break
+        sizes = {len(value) for value in sample.values() if isinstance(value, np.ndarray) and value.ndim}
+        rows = rows + sizes.pop() if rows is not None and len(sizes) == 1 else None
     if check_file and first is not None:
         _check_file(reference, candidate, theirs, first[1], problems, notes)
     outputs = comparison.results()
@@ -173,6 +202,7 @@ def verify(
         problems=tuple(problems),
         notes=tuple(notes),
         divergence=divergence,
+        rows=rows,
     )
 
 

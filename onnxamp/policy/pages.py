@@ -49,8 +49,8 @@ def entries() -> dict[str, Entry]:
 
 
 def title(code: str) -> str:
-    """The phrase that stands for a code."""
-    return _entry(code).title
+    """The phrase that stands for a code; empty for one that this version does not know, as a file may hold any."""
+    return entries()[code].title if code in entries() else ""
 
 
 def page(code: str) -> str:

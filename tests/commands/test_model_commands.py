@@ -114,7 +114,7 @@ def test_convert_verifies(run: Run, model: pathlib.Path) -> None:
     np.savez("data.npz", x=np.random.default_rng(1).standard_normal((5, 16)).astype(np.float32))
     code, out, _ = run("convert", "net.onnx", "--verify", "--data", "data.npz")
     assert code == 0
-    assert "PASSED: fp16 emulated strictly, 1 sample from data.npz." in out
+    assert "PASSED: fp16 emulated strictly, 1 sample (5 rows) from data.npz." in out
     code, _, err = run("convert", "net.onnx", "-o", "b.onnx", "--data", "data.npz")
     assert code == 2
     assert "--verify" in err
