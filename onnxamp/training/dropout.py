@@ -84,15 +84,18 @@ class Masks:
         """Position in the window of each index of the first dimension of `x`, int64."""
         op = self._op
         index = op.Range(op.constant(np.asarray(0)), self._size(x), op.constant(np.asarray(1)))
-        factor = self._rows_per_row(x)
+        factor = self._indices_per_row(x)
         if factor is not None:
             offset = self._row_offset()
             return op.Add(index, offset if factor == 1 else op.Mul(offset, factor))
         # The first dimension does not count rows: no choice of keys gives the masks of the one big batch.
         return op.Add(index, op.Mul(self._micro_step(), op.constant(np.asarray(1 << 40))))
 
-    def _rows_per_row(self, x: ir.Value) -> int | ir.Value | None:
-        """How many indices of the first dimension of `x` belong to a row, or None if they do not count rows."""
+    def _indices_per_row(self, x: ir.Value) -> int | ir.Value | None:
+        """How many indices of the first dimension of `x` belong to a row of the batch; None if it does not count rows.
+
+        Named dimensions tell. Of fixed sizes a multiple of the rows is taken for theirs: `remarks` says so to the user.
+        """
         op = self._op
         own, rows = op.dims(x)[0], op.dims(self._rows)[0]
         if own is not None and own == rows:
