@@ -192,7 +192,7 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
             arguments.engine == "ort-training"
         ):  # its kernels of 16 bits are those of the CPU: each result is rounded instead
             model = ort_training.rounded(model)
-        notes += converted.warnings
+        notes += converted.held_by_opset
     task = Task(
         model=model,
         loss=arguments.loss,
