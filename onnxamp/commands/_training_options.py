@@ -72,8 +72,11 @@ _OPTIONS = (
     click.option("--frozen", multiple=True, metavar="PATTERN", help="Keep these parameters as they are."),
     click.option("--lora", metavar="rank=N,alpha=X,target=PATTERN",
                  help="Train low-rank adapters of weights of MatMul, Gemm and Conv, and else only what --trainable names."),
-    click.option("--batch-norm", default="auto", show_default=True, type=click.Choice(["auto", "freeze"]),
-                 help="Batch statistics where the scale trains, or nowhere."),
+    click.option("--memory-budget", type=click.IntRange(min=1), metavar="BYTES",
+                 help="Memory of a micro-batch's activations; what does not fit is computed again in the backward half."),
+    click.option("--dim", multiple=True, metavar="NAME=N", help="Size of a free dimension, for --memory-budget; repeatable."),
+    click.option("--batch-norm", default="auto", show_default=True, type=click.Choice(["auto", "window", "freeze"]),
+                 help="Batch statistics where the scale trains (running ones move by micro-batch or window), or nowhere."),
     click.option("--overflow", default="window", show_default=True, type=click.Choice(["window", "micro"]),
                  help="What a gradient that is not finite costs: the window, or only its micro-batch."),
     click.option("--level", default="O2", show_default=True, type=click.Choice(["O0", "OD", "O1", "O2", "O3"]),
@@ -114,6 +117,7 @@ def build_arguments(options: Mapping[str, Any], steps: int | None = None) -> dic
     Raises:
         UsageError: A value is malformed, or an option does not belong to the loss, optimizer or schedule chosen.
     """
+    from onnxamp.commands._options import sizes
     from onnxamp.training import choices
 
     optimizer = _given("optimizer", options, _OPTIMIZER)
@@ -126,12 +130,13 @@ def build_arguments(options: Mapping[str, Any], steps: int | None = None) -> dic
         "loss_scale": _scale(options),
         "groups": [_group(text) for text in options.get("group") or ()],
         "output": options.get("output_name"),
+        "dim": sizes(options.get("dim") or ()),
         "keep": options.get("keep_node") or (),
         "lower": options.get("lower_node") or (),
         **{
             name: options.get(name)
-            for name in ("clip_norm", "clip_value", "ema", "trainable", "frozen", "lora", "batch_norm", "overflow", "level", "dtype",
-                         "target", "keep_op", "lower_op", "engine", "seed")
+            for name in ("clip_norm", "clip_value", "ema", "trainable", "frozen", "lora", "memory_budget", "batch_norm", "overflow",
+                         "level", "dtype", "target", "keep_op", "lower_op", "engine", "seed")
         },
     }  # fmt: skip
 

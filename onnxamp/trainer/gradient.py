@@ -16,6 +16,11 @@ from onnxamp.trainer.lowering import lower_gradient
 from onnxamp.trainer.program import Place, Program
 from onnxamp.training.manifest import GraphPorts
 
+# Fusions that take place only where nothing else reads the inner values. The backward half reads those of nodes that are
+# computed once; of nodes that are computed twice it does not, and they would be rounded differently.
+_UNEVEN = ("GeluFusionL1", "GeluFusionL2", "BiasGeluFusion", "FastGeluFusion", "LayerNormFusionL1", "LayerNormFusionL2",
+           "SkipLayerNormFusion", "GemmActivationFusion", "ConvActivationFusion", "BiasSoftmaxFusion")  # fmt: skip
+
 
 class Gradient:
     """Runs grad.onnx.
@@ -35,7 +40,12 @@ class Gradient:
         # In the file a weight's gradient comes right behind what it needs. By default the runtime takes those of all layers last,
         # and keeps what they need until then.
         file_order = place.config.provider == "cpu"
-        self._place = dataclasses.replace(place, config=dataclasses.replace(place.config, file_order=file_order))
+        config = dict(place.config.config)
+        if place.arenas.manifest.options.get("memory_budget") is not None:
+            config["optimization.disable_specified_optimizers"] = ";".join(_UNEVEN)
+        self._place = dataclasses.replace(
+            place, config=dataclasses.replace(place.config, file_order=file_order, config=config)
+        )
         self._first = next(port.name for port in ports.inputs if port.ref == "first")
         self.hosts = {port.name: port.ref for port in ports.of_kind("host")}
 

@@ -60,6 +60,12 @@ class Accumulation:
         count = op.Gather(self._window, np.asarray(WINDOW.index(field)), axis=0)
         return op.Cast(op.select(self.first, 0.0, count), to=INT64)
 
+    def number(self) -> ir.Value:
+        """Which micro-batch of the window this is, from 1, those that were dropped left out; an FP32 scalar."""
+        op = self._built.op
+        count = op.Gather(self._window, np.asarray(WINDOW.index("micro_steps")), axis=0)
+        return op.Add(op.select(self.first, 0.0, count), 1.0)
+
     def judge(self, terms: Objective, gradients: Sequence[ir.Value]) -> None:
         """Decide about the micro-batch before anything of it is added."""
         if not self._micro:

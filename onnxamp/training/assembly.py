@@ -31,6 +31,7 @@ from onnxamp.training.lora import lora as make_lora
 from onnxamp.training.loss_model import PREFIX
 from onnxamp.training.losses import LossModel
 from onnxamp.training.manifest import Manifest
+from onnxamp.training.recompute import Recomputed
 from onnxamp.training.scaler import LossScale
 from onnxamp.training.steps import Recipe, reduce_graph, update_graph
 
@@ -59,6 +60,8 @@ def build(
     seed: int = 0,
     output: str | None = None,
     lora: Lora | Mapping[str, Any] | str | None = None,
+    memory_budget: int | None = None,
+    dim: Mapping[str, int] | None = None,
     target: str = "ort-cuda",
     keep: str | Sequence[str] = (),
     keep_op: str | Sequence[str] = (),
@@ -81,13 +84,17 @@ def build(
         groups: Parameter groups; the first that matches counts.
         trainable: Patterns of parameters to train, whatever else is said of them.
         frozen: Patterns of parameters to keep as they are.
-        batch_norm: ``auto``: batch statistics where the scale trains; ``freeze``: running statistics everywhere.
+        batch_norm: ``auto``: batch statistics where the scale trains, and running statistics that move with every micro-batch, as
+            PyTorch's; ``window``: they move once per window, by the mean of its micro-batches; ``freeze``: running statistics everywhere.
         overflow: What a gradient that is not finite costs: ``window``, the whole window; ``micro``, only its micro-batch, for
             the memory of one more set of gradients.
         ema: Decay of a moving average of the parameters, such as 0.999.
         seed: Seed of Dropout.
         output: The output that the loss reads, if there are several.
         lora: Train low-rank adapters of some weights, and of the model only what `trainable` names: ``rank=8,alpha=16,target=PATTERN``.
+        memory_budget: Bytes that the activations of a micro-batch may take: what does not fit is computed again in the backward half, with
+            the same bits.
+        dim: Sizes of free dimensions, such as ``{"batch": 32}``, for `memory_budget` and for what is 16-bit at O2.
         target: Whose kernels the graphs must have; see `onnxamp.convert`.
         keep: Patterns of nodes that stay fp32.
         keep_op: Operators that stay fp32.
@@ -119,6 +126,7 @@ def build(
             lower=_patterns(lower),
             lower_op=_patterns(lower_op),
             weights="cast",
+            dim=tuple((dim or {}).items()),
         ),
         batch_norm=batch_norm,
         overflow=overflow,
@@ -128,6 +136,7 @@ def build(
         seed=seed,
         output=output,
         lora=make_lora(lora),
+        memory_budget=None if memory_budget is None else int(_positive("memory_budget", memory_budget) or 0),
         engine=engine,
     )
     return _build(io.load(model), arguments)
@@ -151,11 +160,12 @@ class _Arguments:
     seed: int
     output: str | None
     lora: Lora | None
+    memory_budget: int | None
     engine: str
 
     def __post_init__(self) -> None:
-        if self.batch_norm not in ("auto", "freeze"):
-            raise UsageError(f"Unknown batch_norm {self.batch_norm!r}: use auto or freeze.")
+        if self.batch_norm not in ("auto", "window", "freeze"):
+            raise UsageError(f"Unknown batch_norm {self.batch_norm!r}: use auto, window or freeze.")
         if self.overflow not in ("window", "micro"):
             raise UsageError(f"Unknown overflow {self.overflow!r}: use window or micro.")
         if self.overflow == "micro" and not self.scale.drops:
@@ -166,6 +176,8 @@ class _Arguments:
             raise UsageError(f"Unknown engine {self.engine!r}: use native or ort-training.")
         if self.engine == "ort-training":
             gradient_builder.require()
+        if self.memory_budget is not None and self.engine != "native":
+            raise UsageError("memory_budget belongs to the native engine: leave one of them out.")
         if self.ema is not None and not 0 <= self.ema < 1:
             raise UsageError(f"ema is {self.ema}: it must be at least 0 and below 1.")
         if not -(2**63) <= self.seed < 2**63:
@@ -202,7 +214,10 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
         parameters=chosen,
         low=arguments.amp.level in ("O2", "O3"),
         trained_norms=frozenset(norms),
+        norms_by_window=arguments.batch_norm == "window",
         labels=forward.labels,
+        memory_budget=arguments.memory_budget,
+        dims=arguments.amp.dim,
         drops_micro=arguments.overflow == "micro",
         engine=arguments.engine,
     )
@@ -230,6 +245,8 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
     tied = [name for name in trained.parameters if name in found.tied]
     if tied:
         notes.append(f"{len(tied)} parameters are read by several nodes and train as one each: {_few(tied)}.")
+    if grad.recomputed is not None:
+        notes.append(_recompute_note(grad.recomputed))
     manifest = Manifest(
         level=arguments.amp.level,
         dtype=arguments.amp.dtype,
@@ -390,11 +407,24 @@ def _options(arguments: _Arguments) -> dict[str, Any]:
         "ema": arguments.ema,
         "seed": arguments.seed,
         "output": arguments.output,
+        "memory_budget": arguments.memory_budget,
+        "dim": dict(arguments.amp.dim),
         "lora": None
         if arguments.lora is None
         else {**dataclasses.asdict(arguments.lora), "target": list(arguments.lora.patterns)},
         "engine": arguments.engine,
     }
+
+
+def _recompute_note(done: Recomputed) -> str:
+    known = ", ".join(f"{name}={size}" for name, size in done.sizes.items())
+    assumed = f" (modelled for {known})" if known else " (modelled)"
+    if not done.segments:
+        return f"Activations take {done.before:,} bytes{assumed}, which fits: nothing is computed twice."
+    return (
+        f"Activations take {done.after:,} bytes instead of {done.before:,}{assumed}: {done.segments} segments are computed twice, about "
+        f"{done.work:.0%} more work in a step."
+    )
 
 
 def _patterns(patterns: str | Sequence[str] | None) -> tuple[str, ...]:

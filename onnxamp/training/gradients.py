@@ -18,6 +18,7 @@ from onnxamp.training.losses import AnyLoss, LossModel, ModelOutput
 from onnxamp.training.manifest import GraphPorts, Labels, Port
 from onnxamp.training.objective import Objective, objective
 from onnxamp.training.parameters import Entry, promote
+from onnxamp.training.recompute import Recomputed, recompute
 
 _RESERVED = ("labels", "weights")
 
@@ -37,6 +38,9 @@ class Task:
         trained_norms: Names of the nodes of BatchNormalization that use batch statistics.
         labels: The inputs that a loss model compares outputs with.
         engine: Who differentiates: ``native`` or ``ort-training``.
+        norms_by_window: Running statistics move once per window instead of once per micro-batch.
+        memory_budget: Bytes that activations may take, or None; the rest is computed again.
+        dims: Sizes of free dimensions, for that.
         drops_micro: A micro-batch with a gradient that is not finite is left out (overflow policy ``micro``).
     """
 
@@ -51,6 +55,9 @@ class Task:
     drops_micro: bool = False
     engine: str = "native"
     labels: tuple[Labels, ...] = ()
+    norms_by_window: bool = False
+    memory_budget: int | None = None
+    dims: tuple[tuple[str, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +70,7 @@ class GradGraph:
         entries: The parameters that have a gradient.
         statistics: Names and shapes of running statistics.
         labels: What the loss expects.
+        recomputed: What is computed twice to save memory, if that was asked for.
     """
 
     model: ir.Model
@@ -70,6 +78,7 @@ class GradGraph:
     entries: tuple[Entry, ...]
     statistics: tuple[tuple[str, tuple[int, ...]], ...]
     labels: tuple[Labels, ...]
+    recomputed: Recomputed | None = None
 
 
 class _Graph:
@@ -197,11 +206,16 @@ def grad_graph(task: Task) -> GradGraph:
     empty = op.is_zero(terms.weight_sum)
     mean = op.Div(terms.loss_sum, op.select(empty, 1.0, terms.weight_sum))
     built.give(op.select(empty, 0.0, mean), "amp.loss", "result", "loss")
+    recomputed = None
+    if task.memory_budget is not None:
+        graph.sort()
+        RemoveUnusedNodesPass()(built.model)
+        recomputed = recompute(graph, [terms.loss_sum, terms.weight_sum], scale, task.memory_budget, dict(task.dims))
     target = built.model.metadata_props.get("onnxamp.target")
     if target is not None and task.engine == "native":
         JointPlan(target)(built.model)
     model, ports = built.finish("grad.onnx")
-    return GradGraph(model, ports, tuple(entries), statistics, task.labels or terms.labels)
+    return GradGraph(model, ports, tuple(entries), statistics, task.labels or terms.labels, recomputed)
 
 
 def _make_room(graph: ir.Graph) -> None:
@@ -251,6 +265,8 @@ def _running(
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Running statistics: the committed ones in the first micro-batch, those of the window after it.
 
+    By window, they move once: to momentum · committed + (1 − momentum) · mean of the micro-batches' statistics.
+
     Nodes that share statistics (a module that is used twice) update them one after the other.
     """
     op, graph = built.op, built.model.graph
@@ -262,11 +278,15 @@ def _running(
                 shape = _static(graph.initializers.pop(name).shape)
                 committed = built.take(f"stat/{name}", FLOAT, shape, "tensor", f"statistics/{name}")
                 work = built.take(f"stat_work/{name}", FLOAT, shape, "tensor", f"statistics_work/{name}")
-                before[name] = current[name] = op.Where(accumulation.first, committed, work)
+                before[name] = op.Where(accumulation.first, committed, work)
+                current[name] = committed if built.task.norms_by_window else before[name]
             after = op.Add(op.Mul(current[name], norm.momentum), op.Mul(value, 1 - norm.momentum))
             after.shape = current[name].shape
             current[name] = after
     for name, value in current.items():
+        if built.task.norms_by_window:  # the mean of what each micro-batch alone would have made of the committed ones
+            op.section(f"statistics/{name}")
+            value = op.Add(before[name], op.Div(op.Sub(value, before[name]), accumulation.number()))
         accumulation.statistics(name, before[name], value)
     return tuple((name, _static(value.shape)) for name, value in current.items())
 

@@ -73,7 +73,8 @@ def lora(spec: Lora | Mapping[str, Any] | str | None) -> Lora | None:
     known = [field.name for field in dataclasses.fields(Lora)]
     if not isinstance(spec, Mapping) or not set(spec) <= set(known):
         raise UsageError(f"lora takes {', '.join(known)}, not {spec!r}.")
-    return Lora(**{key: tuple(value) if isinstance(value, list) else value for key, value in spec.items()})
+    arguments: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in spec.items()}
+    return Lora(**arguments)
 
 
 def inject(model: ir.Model, options: Lora, seed: int) -> tuple[Adapter, ...]:
@@ -178,10 +179,10 @@ def _adaptable(node: ir.Node) -> Adapter | None:
             if turned or rank < 3
             else Adapter(name, f"{PREFIX}{name}/A", f"{PREFIX}{name}/B", "conv", False, groups)
         )
-    if rank != 2 or (node.op_type == "Gemm" and node.attributes.get_int("transA", 0)):
+    flags = [node.attributes.get_int(name, 0) != 0 for name in ("transA", "transB")]
+    if rank != 2 or flags[0]:
         return None
-    if node.op_type == "Gemm" and node.attributes.get_int("transB", 0):
-        turned = not turned
+    turned ^= flags[1]
     return Adapter(name, f"{PREFIX}{name}/A", f"{PREFIX}{name}/B", "matmul", turned)
 
 
