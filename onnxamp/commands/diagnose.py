@@ -30,8 +30,12 @@ _COLUMNS = ("value", "node", "half", "type", "smallest", "largest", "NaN", "Inf"
     "--dtype", type=click.Choice(["fp16", "bf16"]), help="The 16-bit type.  [default: the run's; of a model fp16]"
 )
 @click.option("--checkpoint", help="Of a run: best, last (default), or a checkpoint's file.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Rows of a micro-batch.")
-@click.option("--rows", type=click.IntRange(min=1), default=64, show_default=True, help="Rows to look at.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), help="Most rows of a micro-batch.  [default: the run's; of a model 32]"
+)
+@click.option(
+    "--rows", type=click.IntRange(min=1), default=64, show_default=True, help="Rows to look at, bad ones first."
+)
 @click.option("--top", type=click.IntRange(min=1), default=15, show_default=True, help="Rows of the table.")
 @click.option("--report", type=click.Path(dir_okay=False), help="Write a page with all values (.html).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -44,7 +48,7 @@ def command(
     levels: str | None,
     dtype: str | None,
     checkpoint: str | None,
-    batch_size: int,
+    batch_size: int | None,
     rows: int,
     top: int,
     report: str | None,
@@ -75,9 +79,7 @@ def command(
         for diagnosis in found:
             worst = ranked(diagnosis.values)[:top]
             if worst:
-                title = (
-                    f"{diagnosis.level} {diagnosis.dtype}: {len(diagnosis.bad)} bad values of {len(diagnosis.values)}"
-                )
+                title = f"{diagnosis.title}: {len(diagnosis.bad)} bad values of {len(diagnosis.values)}"
                 table = [[str(cell) for cell in _row(row)] for row in worst]
                 console.show("", console.grid(_COLUMNS, table, right=(4, 5, 6, 7, 8, 9), title=title))
         if report:
@@ -93,7 +95,7 @@ def _look(
     levels: str | None,
     dtype: str | None,
     checkpoint: str | None,
-    batch_size: int,
+    batch_size: int | None,
     rows: int,
 ) -> tuple[list[BadData], list[Diagnosis]]:
     """Bad rows of the data, and a diagnosis per level."""
@@ -125,6 +127,7 @@ def _look(
         newest = run.newest() if checkpoint is None else run.checkpoint(checkpoint)
         state = own.state if newest is None else read(newest)[0]
         options = dict(own.manifest.options)
+        batch_size = batch_size or run.read_config().get("batch-size")
     else:
         options = {"loss": loss, "optimizer": "sgd", "level": "O2", "dtype": "fp16"}
     kind = dtype or options["dtype"]
@@ -153,7 +156,7 @@ def _look(
         fields = model_fields(source)
     binding = bind(open_data(data), fields, columns=pairs(column, "--column"), optional=("weights",))
     bad_data = diagnose.bad_rows(binding)
-    batches = diagnose.chosen_batches(binding, batch_size, rows, [row for bad in bad_data for row in bad.rows])
+    batches = diagnose.chosen_batches(binding, batch_size or 32, rows, [row for bad in bad_data for row in bad.rows])
     found = []
     for level in wanted:
         bundle = bundles.get(level)
@@ -198,7 +201,7 @@ def _page(source: str, data: str, bad_data: list[BadData], found: list[Diagnosis
         rows: list[list[str | int | float]] = [
             [
                 diagnosis.level,
-                diagnosis.dtype,
+                diagnosis.dtype if diagnosis.level != "O0" else "fp32",
                 len(diagnosis.bad),
                 diagnosis.first.value if diagnosis.first else "",
                 max((value.underflow for value in diagnosis.values if value.precision != "fp32"), default=0.0),
@@ -212,6 +215,7 @@ def _page(source: str, data: str, bad_data: list[BadData], found: list[Diagnosis
         "say what the 16-bit type would do to it."
     )
     for diagnosis in found:
-        title = f"Values at {diagnosis.level} {diagnosis.dtype}"
-        sections.append(Table(title, list(_COLUMNS), [_row(row) for row in diagnosis.values], note))
+        sections.append(
+            Table(f"Values at {diagnosis.title}", list(_COLUMNS), [_row(row) for row in diagnosis.values], note)
+        )
     return page(f"Diagnosis of {source}", sections, subtitle=f"on {data}")

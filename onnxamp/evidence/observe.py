@@ -33,7 +33,7 @@ class Observed:
 
     Attributes:
         value: Its name.
-        node: Name of the node that makes it (of an inserted Cast: of the node whose value it casts).
+        node: Name of the node that makes it (of an inserted Cast: of the node whose value, or of the input, that it casts).
         op: Operator of that node.
         backward: Whether the node belongs to the backward half of a training graph.
         precision: `fp32`, `fp16` or `bf16`.
@@ -207,22 +207,24 @@ def _points(model: ir.Model, nodes: Iterable[ir.Node]) -> tuple[list[Observed], 
                 continue
             kind = BY_IR[value.dtype].name
             backward = "onnxamp.backward" in node.metadata_props
-            maker = _maker(node)
-            rows.append(Observed(value.name, maker.name or value.name, maker.op_type, backward, kind))
+            rows.append(Observed(value.name, *_maker(node, value), backward, kind))
             source = node.inputs[0] if node.op_type == "Cast" and kind != "fp32" else None
             made = source is not None and (source.producer() is not None or source.is_graph_input())
             places[value.name] = (source.name or "") if made and source is not None else value.name
     return rows, places
 
 
-def _maker(node: ir.Node) -> ir.Node:
-    """The node that makes a value, looked at through the Casts that onnxamp inserted behind it."""
-    while "onnxamp.cast" in node.metadata_props and node.inputs[0] is not None:
-        producer = node.inputs[0].producer()
+def _maker(node: ir.Node, value: ir.Value) -> tuple[str, str]:
+    """Name and operator of the node that makes a value, looked at through the Casts that onnxamp inserted behind it.
+
+    Behind a Cast of a graph input there is no node: then it is the input's name.
+    """
+    while "onnxamp.cast" in node.metadata_props and (source := node.inputs[0]) is not None:
+        producer = source.producer()
         if producer is None:
-            break
+            return source.name or value.name or "", "Cast of input" if source.is_graph_input() else node.op_type
         node = producer
-    return node
+    return node.name or value.name or "", node.op_type
 
 
 def _parts(values: list[ir.Value], feeds: Mapping[str, Any]) -> Iterable[list[str]]:

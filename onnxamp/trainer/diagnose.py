@@ -5,7 +5,6 @@ and underflow of every node, at one level or several.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.conversion import convert
-from onnxamp.dtypes import low_type
+from onnxamp.dtypes import FP16, low_type
 from onnxamp.errors import AmpError, DataError
 from onnxamp.evidence.observe import Observed, observe
 from onnxamp.trainer.arenas import Arenas
@@ -50,7 +49,7 @@ class Diagnosis:
 
     Attributes:
         level: O0, OD, O1, O2 or O3.
-        dtype: The 16-bit type.
+        dtype: The 16-bit type; at O0 the one that values are measured against.
         values: Statistics of every float value, in the order in which they are made.
         failed: Why this level could not be looked at, or None.
     """
@@ -59,6 +58,11 @@ class Diagnosis:
     dtype: str
     values: tuple[Observed, ...]
     failed: str | None = None
+
+    @property
+    def title(self) -> str:
+        """Level and type, as people call them: O0 has no 16-bit type."""
+        return self.level if self.level == "O0" else f"{self.level} {self.dtype}"
 
     @property
     def bad(self) -> list[Observed]:
@@ -72,7 +76,7 @@ class Diagnosis:
 
     def verdict(self) -> str:
         """One sentence."""
-        name = self.level if self.level == "O0" else f"{self.level} {self.dtype}"
+        name = self.title
         if self.failed is not None:
             return f"{name}: {self.failed}"
         first = self.first
@@ -120,22 +124,44 @@ def bad_rows(binding: Binding) -> list[BadData]:
 
 
 def chosen_batches(binding: Binding, batch_size: int, rows: int, first: Sequence[int] = ()) -> list[Batch]:
-    """Micro-batches of the first `rows` rows, after one with the rows that are known to be bad.
+    """`rows` rows (all, if there are fewer) in as few micro-batches as hold them, of nearly one size.
+
+    Rows known to be bad are among the others, as in training: a batch normalization of one row alone would say nothing of a batch.
 
     Args:
         binding: The data.
-        batch_size: Rows of a micro-batch.
+        batch_size: The most rows of a micro-batch.
         rows: How many rows to take.
-        first: Rows that come before them.
+        first: Rows that come before the others.
     """
-    count = max(1, rows // batch_size)
-    batches = list(itertools.islice(Batches(binding, batch_size, shuffle=False).epoch(), count))
-    if first and isinstance(binding.data, Arrays):
-        taken = binding.data.take(dict.fromkeys(binding.columns.values()), np.array(first[:batch_size]))
-        batches.insert(0, binding.convert(taken))
+    data = binding.data
+    if isinstance(data, Arrays):
+        order = [*first, *np.setdiff1d(np.arange(data.rows), np.array(first, np.int64))][:rows]
+        names = list(dict.fromkeys(binding.columns.values()))
+        parts = np.array_split(np.array(order, np.int64), -(-len(order) // batch_size) or 1)
+        batches = [binding.convert(data.take(names, part)) for part in parts if len(part)]
+    else:
+        batches = []
+        for batch in Batches(binding, batch_size, shuffle=False).epoch():
+            count = len(next(iter(batch.values())))
+            batches.append({name: value[:rows] for name, value in batch.items()})
+            rows -= count
+            if rows <= 0:
+                break
     if not batches:
-        raise DataError(f"{binding.data.origin} has no rows to look at.")
+        raise DataError(f"{data.origin} has no rows to look at.")
     return batches
+
+
+def _inputs(batches: Iterable[Batch]) -> list[Observed]:
+    """The columns that are not finite: what comes in by the data is no node's doing."""
+    found: dict[str, Observed] = {}
+    for index, batch in enumerate(batches):
+        for name, array in batch.items():
+            if array.dtype.kind == "f":
+                row = found.setdefault(name, Observed(name, name, "input", False, "fp32"))
+                row.add(array, FP16, index)
+    return [row for row in found.values() if row.nan or row.inf]
 
 
 def diagnose_model(model: ir.Model, batches: Sequence[Batch], level: str, dtype: str) -> Diagnosis:
@@ -144,7 +170,7 @@ def diagnose_model(model: ir.Model, batches: Sequence[Batch], level: str, dtype:
         mixed = model if level == "O0" else convert(model, level=level, dtype=dtype).model
     except AmpError as problem:
         return Diagnosis(level, dtype, (), str(problem))
-    return Diagnosis(level, dtype, tuple(observe(mixed, batches, low_type(dtype))))
+    return Diagnosis(level, dtype, (*_inputs(batches), *observe(mixed, batches, low_type(dtype))))
 
 
 def diagnose_bundle(bundle: Bundle, state: Mapping[str, Array], batches: Sequence[Batch]) -> Diagnosis:
@@ -160,7 +186,7 @@ def diagnose_bundle(bundle: Bundle, state: Mapping[str, Array], batches: Sequenc
     arenas.load(state)
     feeds = (_feeds(bundle, arenas, batch) for batch in batches)
     values = observe(bundle.graphs["grad"], feeds, low_type(manifest.dtype))
-    return Diagnosis(manifest.level, manifest.dtype, tuple(values))
+    return Diagnosis(manifest.level, manifest.dtype, (*_inputs(batches), *values))
 
 
 def _feeds(bundle: Bundle, arenas: Arenas, batch: Batch) -> dict[str, Array]:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 TRAIN = Path(__file__).parents[2] / "models/digits_train.npz"
 
@@ -46,3 +47,44 @@ def test_diagnose_names_the_planted_node(place, call, mlp):
     assert levels["O0"]["first"] is None
     assert any(value["backward"] for value in levels["O0"]["values"])
     assert "planted" in (place / "d.html").read_text()
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(8, 32), (8, 4), (9, 4), (1, 32)])
+@pytest.mark.parametrize("levels", ["O0,O2", "O2"])
+def test_exactly_the_rows_asked_for_and_the_input_by_name(place, call, flat, rows, batch, levels):
+    """NaN that comes in by the data is the input's, at each level, and the bad row is looked at among others."""
+    image = dict(np.load(place / "train.npz"))["image"][:50].copy()
+    image[40, 3] = np.nan
+    data = flat(TRAIN, place / f"one_bad{rows}.npz", 50, image=image)
+    arguments = [
+        "diagnose",
+        place / "mlp.onnx",
+        "--data",
+        data,
+        "--rows",
+        rows,
+        "--batch-size",
+        batch,
+        "--levels",
+        levels,
+    ]
+    code, out, _ = call(*arguments, "--loss", "cross_entropy", "--json")
+    assert code == 1
+    found = json.loads(out)
+    for level in found["levels"]:
+        assert (level["first"]["node"], level["first"]["op"], level["first"]["nan"]) == ("image", "input", 1)
+        assert level["values"][0]["count"] == rows * 64
+        assert not {value["node"] for value in level["values"]} & {"image/fp16", "Cast"}
+    _, out, _ = call(*arguments)
+    assert out.splitlines()[1].endswith(
+        f"first in input 'image' (forward, fp32): 1 NaN of {rows * 64} elements in 'image'"
+    )
+    assert "O0 fp16" not in out
+
+
+def test_batches_are_those_of_the_run(run, place, call):
+    folder, _, _ = run  # micro-batches of 64 rows
+    code, out, _ = call("diagnose", folder, "--data", place / "train.npz", "--rows", 64, "--json")
+    assert code == 0
+    counts = {value["value"]: value["count"] for value in json.loads(out)["levels"][0]["values"]}
+    assert 64 * 10 in counts.values()

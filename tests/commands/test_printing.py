@@ -26,7 +26,7 @@ def test_a_conversion(place, call):
     assert repr(result) == "<ConvertResult O2 fp16: 2 of 2 heavy nodes in 16 bits>"
     _, out, _ = call("convert", place / "mlp.onnx", "-o", place / "printed.onnx")
     shown = [line.split() for line in str(result.summary).splitlines()]
-    assert shown[1] == "heavy nodes 2 of 2 in 16 bits".split()
+    assert shown[1] == ["heavy", "nodes", "2", "of", "2", "in", "16", "bits"]
     assert shown == [line.split() for line in out.splitlines()[1:]]
     data = {"image": np.ones((5, 64), np.float32)}
     found = verify(place / "mlp.onnx", result.model, data)
