@@ -12,6 +12,11 @@ from onnxamp.comparison.side import Side
 from onnxamp.dtypes import LOW
 from onnxamp.model.tensors import cast_target
 
+# Operators that only move data: an exporter's Identity of a weight, a Transpose before a product.
+_MOVES = frozenset(
+    ["Constant", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"]
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Region:
@@ -86,6 +91,7 @@ def island(side: Side, region: Region, change: Change) -> Island:
     codes = counted([node.metadata_props.get("onnxamp.code", "") for node in region.nodes])
     return Island(
         change=change,
+        head=side.ref(min(region.nodes, key=_tells)),
         nodes=tuple(map(side.ref, region.nodes)),
         entering=tuple(map(side.ref, region.entering)),
         leaving=tuple(map(side.ref, region.leaving)),
@@ -93,6 +99,14 @@ def island(side: Side, region: Region, change: Change) -> Island:
         codes=codes,
         remedies=remedies(side, region),
     )
+
+
+def _tells(node: ir.Node) -> tuple[int, bool]:
+    """Sort key of how much a node says about its island: numerical rules before legality, target and user, then what only follows."""
+    code = node.metadata_props.get("onnxamp.code", "")
+    family = code.removeprefix("AMP")[:1]
+    rank = {"0": 8, "": 9}.get(family, int(family) if family.isdigit() else 7)
+    return rank, node.op_type in _MOVES
 
 
 def remedies(side: Side, region: Region) -> tuple[str, ...]:

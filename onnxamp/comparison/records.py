@@ -112,6 +112,7 @@ class Island:
 
     Attributes:
         change: ``added`` if only the second model has it, ``removed`` if only the first has it.
+        head: The node that tells most of why it is there: one that a rule of its own holds, not one that follows or only moves data.
         nodes: Its nodes, in order.
         entering, leaving: Casts from 16 bits into the region and from it into 16 bits.
         bytes: Traffic of these Casts; None if a shape is unknown.
@@ -120,6 +121,7 @@ class Island:
     """
 
     change: Change
+    head: NodeRef
     nodes: tuple[NodeRef, ...]
     entering: tuple[NodeRef, ...]
     leaving: tuple[NodeRef, ...]

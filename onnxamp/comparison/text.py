@@ -110,13 +110,14 @@ def island_rows(islands: Sequence[Island]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     told: dict[str, str] = {}
     for k, island in enumerate(islands, 1):
-        place = str(island.nodes[0])
+        place = str(island.head)
         advice = []
         for remedy in island.remedies:
             nodes, _, text = remedy.partition("): ")
             first = told.setdefault(text, place)
             advice.append(remedy if first == place else f"{nodes}): as for the island of {first}")
-        shown = ", ".join(f"{node} ({node.op})" for node in island.nodes[:4])
+        telling = [island.head, *(node for node in island.nodes if node != island.head)]
+        shown = ", ".join(f"{node} ({node.op})" for node in telling[:4])
         if len(island.nodes) > 4:
             shown += f" and {len(island.nodes) - 4} more"
         rows.append(

@@ -88,7 +88,7 @@ def _tables(builder: Builder, result: GraphDiff) -> list[report.Section]:
         rows: list[list[Cell | Link]] = [list(row) for row in part.rows]
         if part.title == "fp32 islands":
             for row, island in zip(rows, result.islands, strict=True):
-                row[0] = link(island.nodes[0], island.change == "added")
+                row[0] = link(island.head, island.change == "added")
                 row[-1] = str(row[-1]).replace("`", "")
         elif part.title == "Casts":
             for row, cast in zip(rows, result.casts, strict=True):
@@ -96,7 +96,7 @@ def _tables(builder: Builder, result: GraphDiff) -> list[report.Section]:
         elif part.title == "Retyped nodes":
             for row, retyped in zip(rows, result.retyped, strict=True):
                 row[0] = link(retyped.counterpart, True)
-        columns = ["first node", *part.columns[1:]] if part.title == "fp32 islands" else list(part.columns)
+        columns = ["main node", *part.columns[1:]] if part.title == "fp32 islands" else list(part.columns)
         found.append(report.Table(part.title, columns, rows, part.note, open=len(rows) <= 25))
     return found
 

@@ -200,7 +200,7 @@ def test_advice_on_a_code_stands_once() -> None:
 
     def island(node: str) -> Island:
         ref = NodeRef("", 0, node, "Exp")
-        return Island("added", (ref,), (), (), 0, (("AMP101", 1),), (f"AMP101 ({node}): Keep it.",))
+        return Island("added", ref, (ref,), (), (), 0, (("AMP101", 1),), (f"AMP101 ({node}): Keep it.",))
 
     rows = island_rows([island("a"), island("b")])
     assert [row[-1] for row in rows] == ["AMP101 (a): Keep it.", "AMP101 (b): as for the island of a"]

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 from onnxamp import diff
 from onnxamp.comparison import constants, order
 from onnxamp.comparison.numbers import Numbers
+from onnxamp.comparison.text import island_rows
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 
@@ -128,6 +129,34 @@ def test_islands_are_connected_fp32_nodes_between_casts() -> None:
     assert [n.name for n in second.nodes] == ["tanh"]
     assert second.codes == (("", 1),)
     assert {i.change for i in result.mirrored().islands} == {"removed"}
+
+
+@pytest.mark.parametrize(
+    ("codes", "head"),
+    [
+        (("AMP006", "AMP101", "AMP006"), "soft"),
+        (("AMP101", "AMP101", "AMP301"), "soft"),
+        (("", "AMP004", "AMP301"), "last"),
+        (("", "", ""), "soft"),
+    ],
+)
+def test_an_island_is_headed_by_what_holds_it(codes: tuple[str, ...], head: str) -> None:
+    nodes = [
+        helper.make_node("Identity", ["x32"], ["i"], "weight"),
+        helper.make_node("Exp", ["i"], ["e"], "soft"),
+        helper.make_node("Neg", ["e"], ["n"], "last"),
+    ]
+    ends = [cast("x", "x16", HALF), relu("x16", "r"), cast("r", "x32", FLOAT)]
+    nodes[2].output[0] = "y"
+    before = model([relu("x", "x32"), *nodes])
+    for node, code in zip(nodes, codes, strict=True):
+        if code:
+            node.metadata_props.add(key="onnxamp.code", value=code)
+            node.metadata_props.add(key="onnxamp.precision", value="fp32")
+    (found,) = diff(before, model([*ends, *nodes])).islands
+    assert [node.name for node in found.nodes] == ["weight", "soft", "last"]
+    assert found.head.name == head
+    assert island_rows([found])[0][1].startswith(f"{head} (")
 
 
 def test_a_round_trip_is_no_island() -> None:
