@@ -80,7 +80,11 @@ def command(
             worst = ranked(diagnosis.values)[:top]
             if worst:
                 title = f"{diagnosis.title}: {len(diagnosis.bad)} bad values of {len(diagnosis.values)}"
-                table = [[str(cell) for cell in _row(row)] for row in worst]
+                table = [
+                    [console.number(cell) if isinstance(cell, float) else str(cell) for cell in _row(row)[:-1]]
+                    + [f"{row.underflow:.2%}" if row.underflow else ""]
+                    for row in worst
+                ]
                 console.show("", console.grid(_COLUMNS, table, right=(4, 5, 6, 7, 8, 9), title=title))
         if report:
             click.echo(f"page  {report}")
@@ -170,23 +174,20 @@ def _look(
     return bad_data, found
 
 
-def _row(row: Observed) -> list[str | int]:
+def _row(row: Observed) -> list[str | int | float]:
     import math
 
-    from onnxamp import console
-
-    lost = f"{row.underflow:.2%}" if row.underflow else ""
     return [
         row.value,
         f"{row.op} {row.node}" if row.node != row.value else row.op,
         "backward" if row.backward else "forward",
         row.precision,
-        console.number(row.absmin) if math.isfinite(row.absmin) else "",
-        console.number(row.absmax) if row.absmax else "",
+        row.absmin if math.isfinite(row.absmin) else "",
+        row.absmax or "",
         row.nan or "",
         row.inf or "",
         row.overflow or "",
-        lost,
+        row.underflow or "",
     ]
 
 

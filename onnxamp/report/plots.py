@@ -43,15 +43,18 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Logarithms to base ten, inside [low, high], of round numbers: powers of ten, over less than a decade powers of two or tenths."""
-    if high - low >= 1:
-        step = max(1, round((high - low) / count))
-        return [float(k) for k in range(math.ceil(low), math.floor(high) + 1, step)]
-    two = math.log10(2)
-    powers = [k * two for k in range(math.ceil(low / two), math.floor(high / two) + 1)]
-    if powers:
-        return powers
-    return [math.log10(value) for value in ticks(10**low, 10**high) if value > 0]
+    """Logarithms to base ten, inside [low, high], of round numbers, and at least two of them wherever there is room.
+
+    Powers of ten if three or more lie inside, else powers of two, else round numbers at even distances.
+    """
+    found: list[list[float]] = []
+    for base, least in ((1.0, 3), (math.log10(2), 2)):
+        powers = range(math.ceil(low / base - 1e-9), math.floor(high / base + 1e-9) + 1)
+        found.append([k * base for k in powers[:: max(1, round(len(powers) / count))]])
+        if len(found[-1]) >= least:
+            return found[-1]
+    even = [math.log10(value) for value in ticks(10**low, 10**high) if value > 0]
+    return max([even, *found], key=len)
 
 
 def tick_text(value: float, others: Sequence[float]) -> str:
@@ -154,5 +157,6 @@ def line_plot(plot: LinePlot) -> str:
             {"name": s.name, "x": list(s.x), "y": [v if math.isfinite(v) else str(v) for v in s.y]} for s in thinned
         ],
     }
-    label = f'<div class="ylabel">{html.escape(plot.y_label)}</div>' if plot.y_label else ""
+    words = f"{plot.y_label or plot.title}, logarithmic" if plot.log_y else plot.y_label
+    label = f'<div class="ylabel">{html.escape(words)}</div>' if words else ""
     return f'{label}<div class="plotbox" data-plot="{html.escape(json.dumps(numbers))}">{"".join(svg)}</div>{legend}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ def test_poisoned_rows_are_skipped_and_named(place, call, flat, options, last):
 
 
 def test_diagnose_names_the_planted_node(place, call, mlp):
-    mlp(place / "planted.onnx", scale=1e6)
+    mlp(place / "planted.onnx", scale=6e4)
     arguments = ["diagnose", place / "planted.onnx", "--data", place / "train.npz", "--levels", "O0,O3"]
     code, out, _ = call(*arguments)
     assert code == 1
@@ -46,7 +47,9 @@ def test_diagnose_names_the_planted_node(place, call, mlp):
     assert not levels["O3"]["first"]["backward"]
     assert levels["O0"]["first"] is None
     assert any(value["backward"] for value in levels["O0"]["values"])
-    assert "planted" in (place / "d.html").read_text()
+    page = (place / "d.html").read_text()
+    assert "planted" in page
+    assert re.search(r'<td class="n" data-v="143\d+\.\d+">143,\d+</td>', page)  # one that never breaks across lines
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(8, 32), (8, 4), (9, 4), (1, 32)])

@@ -99,6 +99,9 @@ def test_ticks(low: float, high: float, expected: list[float]) -> None:
         (30000, 140000, [32768, 65536, 131072]),
         (0.5, 200, [1, 10, 100]),
         (900, 1000, [900, 920, 940, 960, 980, 1000]),
+        (0.4, 12, [0.5, 1, 2, 4, 8]),
+        (0.3, 0.6, [0.3, 0.4, 0.5, 0.6]),
+        (1, 2**24, [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7]),
     ],
 )
 def test_log_ticks(low: float, high: float, expected: list[float]) -> None:
@@ -115,6 +118,13 @@ def test_log_ticks(low: float, high: float, expected: list[float]) -> None:
 )
 def test_ticks_of_an_axis_have_one_notation(values: list[float], texts: list[str]) -> None:
     assert [tick_text(value, values) for value in values] == texts
+
+
+def test_a_logarithmic_axis_says_so_and_has_ticks() -> None:
+    for values in ([0.7, 1.5], [65536.0, 65536.0], [0.02, 3.0], [1e-9, 1e9]):
+        text = page("t", [LinePlot("Norm", [Series("s", range(2), values)], "window", log_y=True)])
+        assert '<div class="ylabel">Norm, logarithmic</div>' in text
+        assert text.count('text-anchor="end"') >= 2, values
 
 
 def test_heads_are_aligned_as_their_columns() -> None:
