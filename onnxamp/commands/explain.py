@@ -32,8 +32,8 @@ def command(what: tuple[str, ...], as_json: bool, **choices: str | None) -> None
     import pathlib
 
     from onnxamp import console
-    from onnxamp.policy.pages import title
     from onnxamp.errors import UsageError
+    from onnxamp.policy.pages import title
 
     given = {name: value for name, value in choices.items() if value is not None}
     if len(what) == 1:
@@ -64,6 +64,10 @@ def command(what: tuple[str, ...], as_json: bool, **choices: str | None) -> None
         rows += [("evidence", evidence)] if evidence else []
     else:
         rows.append(("precision", found["how"]))
+    if (maker := found["made_by"]) is not None:
+        by = f"{maker['op_type']} {maker['node']!r}"
+        decided = f", {maker['precision']} by {maker['code']} {maker['title']}".rstrip() if maker["code"] else ""
+        rows.append(("value made by", by + decided))
     console.show(console.facts(rows))
     if found["title"]:
         console.show("")
@@ -72,12 +76,12 @@ def command(what: tuple[str, ...], as_json: bool, **choices: str | None) -> None
 
 def explanation(model: str, name: str, choices: dict[str, str]) -> dict[str, Any]:
     """What there is to say of the node called `name` (or that gives the value of that name), in JSON types."""
-    from onnxamp.policy.pages import title
     from onnxamp.model import io, types
     from onnxamp.model.metadata import noted
     from onnxamp.model.preparation import prepare
     from onnxamp.model.units import all_nodes
     from onnxamp.passes.annotate import converted_with
+    from onnxamp.policy.pages import title
 
     loaded = io.load(model)
     calls: dict[str | None, list[str]] = {}
@@ -131,6 +135,30 @@ def explanation(model: str, name: str, choices: dict[str, str]) -> dict[str, Any
         **notes,
         "title": title(notes["code"]) if notes["code"] else "",
         "how": how,
+        "made_by": _maker(node) if "onnxamp.cast" in node.metadata_props else None,
+    }
+
+
+def _maker(cast: ir.Node) -> dict[str, str]:
+    """Where the value comes from that a Cast of onnxamp rounds or widens: a node with its decision, an input or a constant."""
+    from onnxamp.policy.pages import title
+
+    value = cast.inputs[0]
+    while value is not None and (node := value.producer()) is not None and "onnxamp.cast" in node.metadata_props:
+        value = node.inputs[0]
+    name = (value.name if value is not None else "") or "(no name)"
+    node = value.producer() if value is not None else None
+    if node is None:
+        kind = "graph input" if value is not None and value.is_graph_input() else "constant"
+        return {"node": name, "op_type": kind, "precision": "", "code": "", "title": ""}
+    code = node.metadata_props.get("onnxamp.code", "")
+    precision = node.metadata_props.get("onnxamp.precision", "")
+    return {
+        "node": node.name or name,
+        "op_type": node.op_type,
+        "precision": precision,
+        "code": code,
+        "title": title(code),
     }
 
 

@@ -185,6 +185,9 @@ def test_explain(run: Run, model: pathlib.Path) -> None:
     assert (by_node["precision"], by_node["code"]) == ("fp16", "AMP002")
     by_value = json.loads(run("explain", "low.onnx", "y", "--json")[1])
     assert by_value["op_type"] == "Cast"
+    maker = by_value["made_by"]
+    assert (maker["node"], maker["op_type"], maker["precision"], maker["code"]) == ("last", "MatMul", "fp16", "AMP002")
+    assert "value made by  MatMul 'last', fp16 by AMP002 heavy operator" in run("explain", "low.onnx", "y")[1]
     planned = json.loads(run("explain", "net.onnx", "last", "--level", "O0", "--json")[1])
     assert (planned["precision"], planned["code"]) == ("fp32", "AMP001")
     code, _, err = run("explain", "net.onnx", "sotf")

@@ -78,7 +78,7 @@ def test_the_head_for_other_classes(place, call, flat, options):
     )
     code, out, err = call(*arguments)
     assert code == 0, err
-    assert out.startswith("96 parameters")
+    assert out.startswith("96 of 2,179 parameters train")
     model = {t.name: numpy_helper.to_array(t) for t in onnx.load(place / "three/model.onnx").graph.initializer}
     assert model["MatMul_7"].shape == (32, 3)
     code, _, err = call("replace-head", place / "mlp.onnx", "--units", 3, "-o", place / "head.onnx")
