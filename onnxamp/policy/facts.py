@@ -99,6 +99,11 @@ class Facts:
             self._extents[constant] = extent(tensor, self.low) if tensor is not None else Extent(0.0, 0, 0, 0, 0.0)
         return self._extents[constant]
 
+    def observed_small(self, values: Iterable[ir.Value]) -> bool:
+        """Whether calibration saw all values, well inside the type's range."""
+        found = [self.ranges.get(value.name or "") for value in values]
+        return bool(found) and all(top is not None and top <= self.ordinary for top in found)
+
     def computed(self, unit: Unit) -> list[ir.Value]:
         """The values that the unit reads and that are no constants."""
         return [read.value for read in unit.reads if read.value in self.graph.writer]
@@ -169,6 +174,32 @@ class Facts:
                 return False
             value = self.through_moves(operands[0])
         return False
+
+
+# What makes a random sequence, and no size.
+_NO_NUMBERS = frozenset({"seed"})
+
+
+def float_attributes(node: ir.Node) -> dict[str, float]:
+    """The attributes that are numbers an operator computes with, by name; of several the largest. What says "no bound" is left out."""
+    found = {}
+    for name, attribute in node.attributes.items():
+        if name in _NO_NUMBERS or attribute.is_ref():
+            continue
+        if attribute.type == ir.AttributeType.FLOAT:
+            numbers = [attribute.as_float()]
+        elif attribute.type == ir.AttributeType.FLOATS:
+            numbers = list(attribute.as_floats())
+        elif name == "value" and operator_name(node) == "ConstantOfShape":
+            numbers = [float(x) for x in attribute.as_tensor().numpy().reshape(-1)]
+        else:
+            continue
+        # Clip wrote the ends of fp32 where it had no bound.
+        ends = 3e38 if operator_name(node) == "Clip" or name == "clip" else np.inf
+        numbers = [number for number in numbers if abs(number) < ends]
+        if numbers:
+            found[name] = max(numbers, key=abs)
+    return found
 
 
 SINGLE_MOVES = frozenset(

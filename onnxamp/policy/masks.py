@@ -67,6 +67,11 @@ def _anchors(node: ir.Node) -> list[int]:
     return [index for index in indices if index < len(node.inputs) and node.inputs[index] is not None]
 
 
+def is_mask_operand(node: ir.Node, index: int) -> bool:
+    """Whether the operator adds this operand to its scores, or takes it for them."""
+    return index in _SOFTMAX_OPERANDS.get(operator_name(node), ())
+
+
 def _normalizes(user: ir.Node, exponential: ir.Value) -> bool:
     """Whether `user` sums the exponentials that it is then divided by."""
     return operator_name(user) == "ReduceSum" and any(
@@ -79,7 +84,15 @@ def _carries(facts: Facts, node: ir.Node) -> bool:
         operator(node).kind is Kind.MOVE and not any(node.attributes.get(b) for b in ("body",))
     ):
         return True
-    return operator_name(node) in ("Mul", "Div") and _is_scaled_flag(facts, node)
+    return operator_name(node) in ("Mul", "Div") and (_is_scaled_flag(facts, node) or _is_switched(facts, node))
+
+
+def _is_switched(facts: Facts, node: ir.Node) -> bool:
+    """Whether a product is a whole mask times a flag, which switches it off: the mask of a cache, say, while there is no cache."""
+    if operator_name(node) != "Mul":
+        return False
+    flags = [value is not None and facts.scalar(value) is None and _is_flag(facts, value) for value in node.inputs]
+    return sum(flags) == 1
 
 
 def _is_scaled_flag(facts: Facts, node: ir.Node) -> bool:

@@ -105,6 +105,7 @@ def test_bad_options(wrong):
 
 MASK = """g (float[4,4] q, float[4,4] m, bool[4,4] c) => (float[4,4] y)
 <float[4,4] w = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}, float one = {1}, float big = {-1e9}, float[4] row = {0,0,-1e9,-1e30},
+ float[2,2] rows = {-1e9,-1e9,-1e9,-1e9},
  float other = {1e9}, int64[1] zero = {0}, float[4] tri = {1,0,0,1}>
 { h = MatMul(q, w) BODY p = Softmax(s) y = MatMul(p, w) }"""
 
@@ -128,6 +129,8 @@ MASK = """g (float[4,4] q, float[4,4] m, bool[4,4] c) => (float[4,4] y)
         ("f = Cast<to=1>(c) a = Sub(f, one) b = Mul(a, other) s = Add(h, b)", {"other"}, {}),
         ("f = Cast<to=1>(c) g = Mul(f, tri) a = Sub(one, g) b = Mul(a, big) s = Add(h, b)", {"big"}, {}),
         ("f = Cast<to=1>(c) b = Mul(f, big) s = Add(h, b)", {"big"}, {}),
+        ("f = Cast<to=1>(c) t = Trilu(rows) k = Mul(t, f) s = Add(h, k)", {"rows"}, {}),
+        ("t = Trilu(rows) k = Mul(t, h) s = Add(h, k)", set(), {"t": "AMP210", "k": "AMP210", "s": "AMP210"}),
     ],
 )
 def test_masks(plan_of, codes_of, body, clamped, codes):

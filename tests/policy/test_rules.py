@@ -176,6 +176,12 @@ CASES = [
     ),
     ("constant out of range", 17, "k = Constant<value_float=1e6>() r = Min(h, k)", {"r": "AMP210"}),
     (
+        "copies of a constant out of range",
+        17,
+        "k = Constant<value_float=1e6>() a = Max(h, k) b = Transpose(a) r = Relu(b)",
+        dict.fromkeys("abry", "AMP210"),
+    ),
+    (
         "floats computed from a shape",
         17,
         "s = Shape(h) c = Cast<to=1>(s) a = Mul(c, half) i = Cast<to=7>(a) r = Expand(h, s)",
@@ -195,7 +201,7 @@ CASES = [
         {"m": "AMP209", "a": "AMP209"},
     ),
 ]
-assert len({case[0] for case in CASES}) == len(CASES) == 33
+assert len({case[0] for case in CASES}) == len(CASES) == 34
 
 
 @pytest.mark.parametrize(("name", "opset", "body", "expected"), CASES, ids=[case[0] for case in CASES])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from onnxamp.policy.marks import Marks
+from onnxamp.policy.rules.carried import carried_constants
 from onnxamp.policy.rules.constants import lossy_weights, out_of_range
 from onnxamp.policy.rules.detection import boxes, long_reductions
 from onnxamp.policy.rules.ids import float_ids
@@ -19,7 +20,7 @@ from onnxamp.policy.rules.spread import expanded, large_factors, observed_ranges
 Rule = Callable[[Marks], None]
 
 # Legality in the wider sense: no user and no level goes against them.
-BINDING: tuple[Rule, ...] = (shape_arithmetic, quantized_heavy, out_of_range)
+BINDING: tuple[Rule, ...] = (shape_arithmetic, quantized_heavy, out_of_range, carried_constants)
 # Everything else.
 NUMERICAL: tuple[Rule, ...] = (
     observed_ranges,

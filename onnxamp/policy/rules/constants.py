@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-import onnx_ir as ir
-
 from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import Read, Unit
 from onnxamp.policy import codes
-from onnxamp.policy.facts import extent
+from onnxamp.policy.facts import float_attributes
 from onnxamp.policy.marks import Marks
 
 # A tensor that loses more than this, relative to its norm, does not mean the same any more (rounding alone costs 2^-12).
@@ -16,7 +13,7 @@ LOSS_LIMIT = 0.01
 # A tensor with more than this share of its elements flushed to zero has lost its small part.
 FLUSH_LIMIT = 0.5
 # The operand that is only added, by operator.
-_BIAS = {
+BIAS = {
     "Conv": 2,
     "ConvTranspose": 2,
     "Gemm": 2,
@@ -39,21 +36,9 @@ def out_of_range(marks: Marks) -> None:
             if read.value in facts.constants and read.value not in clamped and facts.extent(read.value).over:
                 largest = facts.extent(read.value).largest
                 marks.fp32(unit, codes.OUT_OF_RANGE, constant=read.value.name, largest=largest, limit=facts.low.max)
-        if not unit.node.attributes:
-            continue
-        attribute = unit.node.attributes.get("value")
-        if operator_name(unit.node) == "ConstantOfShape" and attribute is not None:
-            fill = extent(attribute.as_tensor(), facts.low)
-            if fill.over:
-                marks.fp32(unit, codes.OUT_OF_RANGE, constant="value", largest=fill.largest, limit=facts.low.max)
-        for name in ("value", "min", "max", "clip"):
-            limit = unit.node.attributes.get(name)
-            if limit is not None and limit.type == ir.AttributeType.FLOAT and _over(limit.as_float(), facts.low.max):
-                marks.fp32(unit, codes.OUT_OF_RANGE, constant=name, largest=limit.as_float(), limit=facts.low.max)
-
-
-def _over(number: float, limit: float) -> bool:
-    return bool(np.isfinite(number) and limit < abs(number) < 3e38)
+        for name, number in float_attributes(unit.node).items():
+            if abs(number) > facts.low.max:
+                marks.fp32(unit, codes.OUT_OF_RANGE, constant=name, largest=abs(number), limit=facts.low.max)
 
 
 def lossy_weights(marks: Marks) -> None:
@@ -78,4 +63,4 @@ def lossy_weights(marks: Marks) -> None:
 
 def _is_added(unit: Unit, read: Read) -> bool:
     assert unit.node is not None
-    return operator_name(unit.node) in ("Add", "Sub", "Sum") or _BIAS.get(operator_name(unit.node)) == read.index
+    return operator_name(unit.node) in ("Add", "Sub", "Sum") or BIAS.get(operator_name(unit.node)) == read.index

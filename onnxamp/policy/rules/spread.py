@@ -8,7 +8,6 @@ value) or to a heavy operator.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import onnx_ir as ir
 
@@ -32,7 +31,7 @@ def expanded(marks: Marks) -> None:
         if node is None or not unit.writes:
             continue
         if operator_name(node) == "Mul" and (base := squared(facts, node)) is not None and base in facts.graph.writer:
-            if _observed_small(marks, unit.writes):
+            if facts.observed_small(unit.writes):
                 continue
             marks.node(node, codes.EXPANDED, origin="a square")
             difference = facts.through_moves(base).producer()
@@ -112,13 +111,6 @@ def observed_ranges(marks: Marks) -> None:
     _spread(marks, seeds, codes.RANGE)
 
 
-def _observed_small(marks: Marks, values: Iterable[ir.Value]) -> bool:
-    """Whether calibration saw all values, well inside the type's range."""
-    ranges = marks.facts.ranges
-    found = [ranges.get(value.name or "") for value in values]
-    return bool(found) and all(top is not None and top <= marks.facts.ordinary for top in found)
-
-
 def _spread(marks: Marks, seeds: list[tuple[ir.Value, str]], code: str) -> None:
     facts = marks.facts
     pending = list(seeds)
@@ -126,7 +118,7 @@ def _spread(marks: Marks, seeds: list[tuple[ir.Value, str]], code: str) -> None:
     done: set[Unit] = set()
     while pending:
         value, origin = pending.pop()
-        if _observed_small(marks, [value]):
+        if facts.observed_small([value]):
             continue
         for unit in facts.graph.readers.get(value, ()):
             if unit.node is None or facts.kind(unit) is Kind.HEAVY:
