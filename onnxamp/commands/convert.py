@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     "-o", "--output", type=click.Path(dir_okay=False), help="Default: MODEL.LEVEL.DTYPE.onnx beside the input."
 )
 @click.option("--level", default="O2", show_default=True, type=click.Choice(["O0", "OD", "O1", "O2", "O3", "auto"]),
-              help="How much becomes 16-bit: nothing, heavy operators, those and what follows, the least traffic, all.")  # fmt: skip
+              help="How much becomes 16-bit: nothing, heavy operators, those and what follows (or auto), least traffic, all.")  # fmt: skip
 @click.option(
     "--dtype", default="fp16", show_default=True, type=click.Choice(["fp16", "bf16"]), help="The 16-bit type."
 )
@@ -61,7 +61,9 @@ if TYPE_CHECKING:
 @click.option("--headroom", type=click.FloatRange(1), metavar="FACTOR",
               help="For --calibrate: how far inside the 16-bit range counts as ordinary. Default: 8.")  # fmt: skip
 @click.option(
-    "--auto", is_flag=True, help="Search for the least traffic within --tolerance; writes a policy file and a page too."
+    "--auto",
+    is_flag=True,
+    help="Search for the least traffic within --tolerance (--level auto searches nothing); writes a policy file and a page.",
 )
 @click.option("--tolerance", multiple=True, metavar="MEASURE=NUMBER",
               help="For --auto: cosine, snr, max_abs, max_rel, top1, kl; bounds on every output of every sample.")  # fmt: skip
