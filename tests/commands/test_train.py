@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from onnxamp.trainer.tracking import read_metrics
 
@@ -102,3 +102,24 @@ def test_global_batch_and_early_stop(place, call, options):
     assert "accuracy has not become better than" in result["reason"]
     assert result["best"]["metric"] == "accuracy"
     assert result["windows"] == 6 * result["epochs"]
+
+
+def test_advice_of_convert_stays_out_of_training(call, tmp_path):
+    """Casts around products between softmaxes move more bytes than 16 bits save: convert says so, and names its own options."""
+    rng = np.random.default_rng(0)
+    weights = [numpy_helper.from_array(rng.standard_normal((4, 4)).astype(np.float32), f"w{k}") for k in range(3)]
+    nodes = []
+    for k in range(3):
+        nodes += [
+            helper.make_node("Softmax", [f"h{k}"], [f"s{k}"], name=f"soft{k}"),
+            helper.make_node("MatMul", [f"s{k}", f"w{k}"], [f"h{k + 1}"], name=f"fc{k}"),
+        ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in ("h0", "h3")]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "m.onnx")
+    _, out, _ = call("convert", tmp_path / "m.onnx", "--dim", "batch=4096")
+    assert "--io low" in out
+    code, out, _ = call("build", tmp_path / "m.onnx", "--loss", "mse", "--dim", "batch=4096", "-o", tmp_path / "bundle")
+    assert code == 0
+    assert "--io" not in out
+    assert "traffic" not in out
