@@ -72,7 +72,7 @@ def choices(node: ir.Node, graph: TypeGraph, low: FloatType, target: TargetTable
     for unit in graph.of[node]:
         if decision := _blocked(node, unit, signed, low):
             late = decision.code == codes.OPSET and not _has_later_kernel(node, graph.of[node], unit, low, target)
-            blocked[unit] = _no_kernel(node, low, target) if late else decision
+            blocked[unit] = _no_kernel(node, signed, low, target) if late else decision
         else:
             open_units.append(unit)
     allowed: set[frozenset[Unit]] | None = None
@@ -88,7 +88,7 @@ def choices(node: ir.Node, graph: TypeGraph, low: FloatType, target: TargetTable
         reachable = set().union(*allowed)
     for unit in [u for u in open_units if u not in reachable]:
         open_units.remove(unit)
-        blocked[unit] = _no_kernel(node, low, target)
+        blocked[unit] = _no_kernel(node, signed, low, target)
     return Choices(tuple(open_units), blocked, frozenset(allowed) if allowed is not None else None)
 
 
@@ -128,9 +128,9 @@ def _has_later_kernel(node: ir.Node, units: tuple[Unit, ...], unit: Unit, low: F
     return target.supports(node, later, alone) or target.supports(node, later, together)
 
 
-def _no_kernel(node: ir.Node, low: FloatType, target: TargetTable) -> Decision:
+def _no_kernel(node: ir.Node, signed: Signature | None, low: FloatType, target: TargetTable) -> Decision:
     evidence: dict[str, object] = {"operator": operator_name(node), "target": target.name, "runtime": target.runtime}
-    if reason := target.reason(node, low.name):
+    if reason := target.reason(node, signed, low):
         evidence["reason"] = reason
     return Decision("fp32", codes.NO_KERNEL, evidence)
 

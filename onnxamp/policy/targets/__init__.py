@@ -9,13 +9,16 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import onnx
 import onnx.defs
 import onnx_ir as ir
 
+from onnxamp.dtypes import FloatType
 from onnxamp.model.signatures import Formal, Signature, operator_name
+from onnxamp.policy.functions import body, body_opset, types_agree
 
 _NAMES = {
     ir.DataType.FLOAT: "float",
@@ -52,11 +55,14 @@ class TargetTable:
         """Whether the target computes `node` with the type variables bound to `types`; those not named keep the source's type."""
         if self._kernels is None:
             low = {_short(dtype) for dtype in types.values()}
-            return not any(operator_name(node) in self._without.get(dtype, {}) for dtype in low)
+            if any(operator_name(node) in self._without.get(dtype, {}) for dtype in low):
+                return False
+            function = body(node.domain, node.op_type, signature.since)
+            return function is None or _agrees(function, node, signature, types)
         if operator_name(node) in _WITHOUT_KERNEL or _copies(node):
             return True
         if not self._rows(node):
-            return self._computes_body(node, signature, {_name(dtype) for dtype in types.values()} & _LOW)
+            return self._computes_body(node, signature, types)
         bound = dict(_bound(node, signature))
         bound.update({variable: _name(dtype) for variable, dtype in types.items()})
         key = (signature, tuple(bound.items()))
@@ -77,20 +83,13 @@ class TargetTable:
                     return True
         return False
 
-    def _computes_body(self, node: ir.Node, signature: Signature, low: set[str]) -> bool:
+    def _computes_body(self, node: ir.Node, signature: Signature, types: Mapping[str, ir.DataType]) -> bool:
         """Whether the runtime, which writes a function without kernel out, has kernels for the operators of its body."""
-        try:
-            schema = onnx.defs.get_schema(
-                node.op_type, signature.since, "" if node.domain == "ai.onnx" else node.domain
-            )
-        except onnx.defs.SchemaError:
+        function = body(node.domain, node.op_type, signature.since)
+        if function is None or not _agrees(function, node, signature, types):
             return False
-        if not schema.has_function:  # type: ignore[attr-defined]  # missing in the stubs
-            return False
-        (opset,) = [
-            entry.version for entry in schema.function_body.opset_import if entry.domain in ("", "ai.onnx")
-        ] or [0]
-        return all(self._has_kernel(inner.op_type, opset, low) for inner in schema.function_body.node)
+        opset, low = body_opset(function), {_name(dtype) for dtype in types.values()} & _LOW
+        return all(self._has_kernel(inner.op_type, opset, low) for inner in function.node)
 
     def _has_kernel(self, op_type: str, opset: int, low: set[str]) -> bool:
         if op_type in (*_WITHOUT_KERNEL, "Cast"):
@@ -102,14 +101,20 @@ class TargetTable:
             for row in self._kernels.get(op_type, [])
         )
 
-    def reason(self, node: ir.Node, dtype: str) -> str | None:
-        """What a list of gaps says of `node` in `dtype`."""
-        return self._without.get(dtype, {}).get(operator_name(node))
+    def reason(self, node: ir.Node, signature: Signature | None, dtype: FloatType) -> str | None:
+        """What a list of gaps, or the operator's own definition, says of `node` in `dtype`."""
+        function = (
+            body(node.domain, node.op_type, signature.since) if signature is not None and not self._rows(node) else None
+        )
+        if signature is not None and function is not None:
+            all_low = dict.fromkeys(signature.types, dtype.ir)
+            if not _agrees(function, node, signature, all_low):
+                return "the function that defines it mixes the type with fp32 constants"
+        return self._without.get(dtype.name, {}).get(operator_name(node))
 
     def _rows(self, node: ir.Node) -> list[tuple[int, int | None, dict[str, list[str]]]]:
-        assert self._kernels is not None
         domain = "" if node.domain in ("", "ai.onnx") else f"{node.domain}::"
-        return self._kernels.get(domain + node.op_type, [])
+        return self.kernels.get(domain + node.op_type, [])
 
 
 @functools.cache
@@ -117,6 +122,18 @@ def table(name: str) -> TargetTable:
     """The shipped table called `name`."""
     text = importlib.resources.files("onnxamp.policy.targets").joinpath(f"{name}.json").read_text(encoding="utf-8")
     return TargetTable(name, json.loads(text))
+
+
+def _agrees(
+    function: onnx.FunctionProto, node: ir.Node, signature: Signature, types: Mapping[str, ir.DataType]
+) -> bool:
+    """Whether the function that defines `node` is well typed with its variables bound to `types`, others as in the source."""
+    kinds = {}
+    for index, value in enumerate(node.inputs):
+        formal = signature.input(index)
+        if value is not None and formal is not None and (kind := types.get(formal.variable, value.dtype)) is not None:
+            kinds[formal.name] = kind
+    return types_agree(function, kinds)
 
 
 def _serves(version: int, since: int, until: int | None) -> bool:
