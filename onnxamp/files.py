@@ -34,6 +34,7 @@ class Unfinished:
         self.file.write(data)
         self._burst += len(data)
         if self._burst >= _BURST and (self._sync is None or self._sync.done()):
+            self._settle()
             self._burst = 0
             self._sync = self._disk.submit(os.fsync, self.file.fileno())
 
@@ -41,8 +42,12 @@ class Unfinished:
         """Give the file its name, in place of what has it, readable as any new file.
 
         A link of that name is replaced by the file: external data are looked for beside the name, not beside what it links to.
+
+        Raises:
+            OSError: The disk refused something; the name stays with what has it.
         """
         self.file.flush()
+        self._settle()
         os.fsync(self.file.fileno())
         mask = os.umask(0)
         os.umask(mask)
@@ -54,6 +59,11 @@ class Unfinished:
                 os.fsync(folder)
             finally:
                 os.close(folder)
+
+    def _settle(self) -> None:
+        """Wait for what the disk already takes. It tells an error of writing once, so one that came here must be raised here."""
+        if self._sync is not None:
+            self._sync.result()
 
     def __enter__(self) -> Self:
         return self
