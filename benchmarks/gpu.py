@@ -1,10 +1,11 @@
 """Everything about CUDA that needs a GPU, in one run: equality with the emulated CPU runs, speed, memory, copies.
 
-    python benchmarks/cuda.py                       # writes benchmarks/results/cuda.md
-    python benchmarks/cuda.py --model resnet --rounds 5 --no-write
+    python benchmarks/gpu.py                       # writes benchmarks/results/cuda.md
+    python benchmarks/gpu.py --model resnet --rounds 5 --no-write
 
 Needs `onnxamp[gpu]` and PyTorch with CUDA on a machine with an NVIDIA GPU; elsewhere it says so and ends with exit code 5. Models
-are those of `benchmarks/train_models.py`: engines take turns within a round, medians of ratios.
+are those of `benchmarks/train_models.py`: engines take turns within a round, medians of ratios. It is not called `cuda.py`: from this
+folder that would stand in the way of the package `cuda`, which PyTorch imports.
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ def main() -> int:
         "# CUDA",
         f"{datetime.date.today()}, {gpus[0].name} (compute capability {'.'.join(map(str, gpus[0].capability))}, "
         f"{gpus[0].memory / 2**30:.0f} GiB), ONNX Runtime {onnxruntime.__version__}, PyTorch {torch.__version__}. Made by "
-        "`python benchmarks/cuda.py`; models as in `train.md`; in turns within a round, medians.",
+        "`python benchmarks/gpu.py`; models as in `train.md`; in turns within a round, medians.",
     ]
     for model in arguments.model:
         for title, lines in (
