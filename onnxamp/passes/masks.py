@@ -7,21 +7,26 @@ import onnx_ir as ir
 from onnxamp.model.signatures import operator_name
 
 _FLOAT = int(ir.DataType.FLOAT)
+_BACKWARD = "onnxamp.backward"
 
 
 class MaskPass(ir.passes.InPlacePass):
     """Multiply by masks that are Casts of bools: ONNX Runtime's CPU kernels of Sign and Where are several times slower.
 
-    1. `Sign(y)` of an FP32 `y = Relu(x)` becomes `Cast(Cast(y, bool), float)`. They differ where y is NaN (NaN and 1), which a product with
-       the gradient of a loss that is NaN does not show.
-    2. `Where(inside, g, 0)`, the gradient of `Clip(x, low, high)`, becomes `Mul(g, Cast(inside))` in FP32. They differ where g is not
-       finite outside (0 and NaN): then the window is skipped, as it is for a Relu. A g that was rounded to 16 bits, where that does
-       happen, keeps its `Where`.
+    Only in nodes of the backward half (metadata `onnxamp.backward`); what the model itself computes keeps its nodes:
+
+    1. `Sign(y)`, in the gradient of an FP32 `y = Relu(x)`, becomes `Cast(Cast(y, bool), float)`. They differ where y is NaN (NaN and 1),
+       which a product with the gradient of a loss that is NaN does not show.
+    2. `Where(inside, g, 0)`, the gradient of `Clip(x, low, high)`, becomes `Mul(g, Cast(inside))` in FP32. They differ where g is
+       infinite or NaN outside (0 and NaN): then the window is skipped, as it is for a Relu. A g that was rounded to 16 bits, where that
+       does happen, keeps its `Where`.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         changed = 0
         for node in list(model.graph):
+            if _BACKWARD not in node.metadata_props:
+                continue
             if operator_name(node) == "Sign" and _of_relu(node):
                 (y,) = node.inputs
                 assert y is not None
@@ -41,7 +46,13 @@ class MaskPass(ir.passes.InPlacePass):
 
 
 def _cast(before: ir.Node, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-    cast = ir.node("Cast", [value], {"to": int(dtype)}, name=f"{before.outputs[0].name}/mask")
+    cast = ir.node(
+        "Cast",
+        [value],
+        {"to": int(dtype)},
+        name=f"{before.outputs[0].name}/mask",
+        metadata_props={_BACKWARD: before.metadata_props[_BACKWARD]},
+    )
     result = cast.outputs[0]
     result.type, result.shape = ir.TensorType(dtype), value.shape
     assert isinstance(before.graph, ir.Graph)
@@ -55,7 +66,7 @@ def _of_relu(node: ir.Node) -> bool:
 
 
 def _of_clip(node: ir.Node) -> bool:
-    """A Where that keeps g where a Clip lets its operand through."""
+    """The gradient of a Clip: a Where that keeps g where that Clip lets its operand through."""
     inside, g, zero = node.inputs
     if inside is None or g is None or zero is None or g.dtype != ir.DataType.FLOAT or _made_by(g, "Cast"):
         return False
@@ -70,15 +81,23 @@ def _of_clip(node: ir.Node) -> bool:
     comparisons = (
         [value.producer() for value in conjunction.inputs if value] if _made_by(inside, "And") else [conjunction]
     )
-    return all(each is not None and _of_bound(each) for each in comparisons)
+    forward = node.metadata_props[_BACKWARD]
+    return all(each is not None and _of_bound(each, forward) for each in comparisons)
 
 
-def _of_bound(comparison: ir.Node) -> bool:
+def _of_bound(comparison: ir.Node, forward: str) -> bool:
+    """Whether x is compared with a bound of the Clip of x that has the name `forward`."""
     if operator_name(comparison) not in ("GreaterOrEqual", "LessOrEqual"):
         return False
     x, bound = comparison.inputs
     assert x is not None
-    return any(operator_name(user) == "Clip" and position == 0 and bound in user.inputs for user, position in x.uses())
+    return any(
+        operator_name(user) == "Clip"
+        and forward in (user.name, user.outputs[0].name)
+        and position == 0
+        and bound in user.inputs
+        for user, position in x.uses()
+    )
 
 
 def _made_by(value: ir.Value, operator: str) -> bool:
