@@ -1,4 +1,6 @@
-"""Low-rank adapters move a classifier of the digits 0 to 4 to the digits 5 to 9 (scikit-learn's digits), within a point of full fine-tuning."""
+"""Low-rank adapters move a classifier of digits 0 to 4 (scikit-learn's) to 5 to 9, within a point of full fine-tuning."""
+
+import itertools
 
 import numpy as np
 import onnx
@@ -15,7 +17,7 @@ def model(seed: int = 0) -> onnx.ModelProto:
     """A multilayer perceptron, not trained: three layers of Gemm, Relu between them."""
     rng = np.random.default_rng(seed)
     nodes, weights, source = [], [], "pixels"
-    for index, (inputs, outputs) in enumerate(zip(SIZES, SIZES[1:], strict=False)):
+    for index, (inputs, outputs) in enumerate(itertools.pairwise(SIZES)):
         bound = inputs**-0.5
         for name, shape in ((f"layer{index}.weight", (inputs, outputs)), (f"layer{index}.bias", (outputs,))):
             weights.append(numpy_helper.from_array(rng.uniform(-bound, bound, shape).astype(np.float32), name))

@@ -116,7 +116,15 @@ def search(
         raise UsageError("--max-evals is at least 1.")
     config = config or SessionConfig(provider="cpu")
     evaluator = Evaluator(model, tolerance, data, score, least, dim, count, seed, config)
-    book = Journal(journal, {"reference": evaluator.digest, "options": options.to_json(), "score": [least, getattr(score, "__name__", None)]}, tolerance)
+    book = Journal(
+        journal,
+        {
+            "reference": evaluator.digest,
+            "options": options.to_json(),
+            "score": [least, getattr(score, "__name__", None)],
+        },
+        tolerance,
+    )
     space = _Space(prepared(model), options)
     return _Search(model, space, evaluator, book, max_evals, on_trial).run()
 
