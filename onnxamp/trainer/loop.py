@@ -255,6 +255,8 @@ class Loop:
                 vote.write(np.ones(1, np.float32))
             self._collective.all_reduce(*self._arenas.reduced())
             window.interrupted = bool(vote.read()[0])
+            if window.interrupted:  # the wish is granted; a signal since the vote was written wanted the same
+                self.interrupting = False
         self._reduce.run(fresh={self._report.name: report})
         self._reduce.turn()
         self._update.run()

@@ -159,7 +159,7 @@ class Loop:
         """End the run because this process was told to: after the running micro-step, or window if others train too."""
         if self.trainer.collective.world_size == 1:
             self.stop(INTERRUPTED)
-        else:
+        elif self.reason is None:
             self.trainer.interrupt()
 
     def save(self, path: Path) -> None:

@@ -183,10 +183,12 @@ def test_a_signal_on_one_rank_ends_the_run_on_all(mlp, rows, ranks):
                 loop.interrupt()
 
     def work(trainer):
-        return trainer.fit(rows(64), epochs=5, batch_size=4, callbacks=[Signalled()])
+        first = trainer.fit(rows(64), epochs=5, batch_size=4, callbacks=[Signalled()])
+        return first, trainer.fit(rows(64), epochs=2, batch_size=4)
 
-    for history in ranks(build(mlp), 2, work):
-        assert (history.reason, history.windows) == (INTERRUPTED, 4)
+    for first, second in ranks(build(mlp), 2, work):
+        assert (first.reason, first.windows) == (INTERRUPTED, 4)
+        assert (second.reason, second.epochs) == ("done", 2)  # a signal ends one run, not the next
 
 
 def test_only_rank_0_writes_and_never_in_a_window(mlp, rows, ranks, tmp_path):
