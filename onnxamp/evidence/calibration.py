@@ -14,7 +14,7 @@ import numpy as np
 from onnxamp.dtypes import BY_IR, low_type
 from onnxamp.evidence.inputs import Data, Sample
 from onnxamp.evidence.observe import Observed, observe
-from onnxamp.evidence.sampling import Model, choose
+from onnxamp.evidence.sampling import Model, choose, path_of
 from onnxamp.model.preparation import prepared
 from onnxamp.model.units import all_nodes, bodies
 from onnxamp.ort.session import SessionConfig, open_session
@@ -111,7 +111,7 @@ def calibrate(
     """
     ready = prepared(model)
     limits = low_type(dtype)
-    session = open_session(ready, SessionConfig(provider="cpu")) if data is None else None
+    session = open_session(ready, SessionConfig(provider="cpu"), name=path_of(model)) if data is None else None
     chosen = choose(ready, session, data, dim=dim, count=count, seed=seed)
     session = None  # its weights are not needed twice
     inputs = {
@@ -130,7 +130,7 @@ def calibrate(
             seen += 1
             yield sample
 
-    values = observe(ready, counted(), limits)
+    values = observe(ready, counted(), limits, name=path_of(model))
     reaches = Lift(ready, iter(()).__next__).reaches
     closed = [node for node in all_nodes(ready.graph) if not all(map(reaches, bodies(node)))]
     unseen = tuple(f"{node.op_type} {node.name or node.outputs[0].name!r}" for node in closed)

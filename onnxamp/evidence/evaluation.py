@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnxamp.errors import DataError
 from onnxamp.evidence.inputs import Data
 from onnxamp.evidence.metrics import Difference, worst_of
-from onnxamp.evidence.sampling import Model, choose
+from onnxamp.evidence.sampling import Model, choose, path_of
 from onnxamp.evidence.tolerance import Tolerance
 from onnxamp.evidence.verification import Comparison, cast_sample
 from onnxamp.model.preparation import prepared
@@ -96,7 +96,7 @@ class Evaluator:
         self.tolerance = tolerance
         self._score, self._least = score, least
         self._reference = prepared(model)
-        session = open_session(self._reference, config)
+        session = open_session(self._reference, config, name=path_of(model))
         self.samples = choose(self._reference, session, data, dim=dim, count=count, seed=seed).kept()
         self.source = self.samples.source
         digest = hashlib.sha256()

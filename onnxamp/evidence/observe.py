@@ -122,7 +122,9 @@ class Observed:
             self.batch = batch
 
 
-def observe(model: ir.Model, batches: Iterable[Mapping[str, Any]], limits: FloatType) -> list[Observed]:
+def observe(
+    model: ir.Model, batches: Iterable[Mapping[str, Any]], limits: FloatType, *, name: str | None = None
+) -> list[Observed]:
     """Statistics of the float values that a model's nodes make, in the order in which they are made.
 
     Of values inside bodies of If, Loop and Scan the graph itself keeps the largest size and counts elements, NaN and infinities; in
@@ -132,6 +134,7 @@ def observe(model: ir.Model, batches: Iterable[Mapping[str, Any]], limits: Float
         model: A model, mixed or FP32.
         batches: Feeds.
         limits: The 16-bit type that FP32 values are measured against (16-bit values are measured against their own).
+        name: What errors call the model.
     """
     model = model.clone()
     types.infer(model)
@@ -155,7 +158,8 @@ def observe(model: ir.Model, batches: Iterable[Mapping[str, Any]], limits: Float
     names = list(fetched)
     graph.outputs.extend(made[name] for name in names)
     counted = _count_inside(emulated, inner, inner_places)
-    session = open_session(emulated, SessionConfig(provider="cpu", optimization="basic", memory_pattern=False))
+    config = SessionConfig(provider="cpu", optimization="basic", memory_pattern=False)
+    session = open_session(emulated, config, name=name)
     measured = {row.value: BY_NAME[row.precision] for row in (*rows, *inner) if row.precision != "fp32"}
     for index, feeds in enumerate(batches):
         for name in fed.keys() & feeds.keys():

@@ -19,6 +19,11 @@ from onnxamp.ort.session import run
 Model = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
 
+def path_of(model: Model) -> str | None:
+    """The path of a model that is given as one."""
+    return os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Samples:
     """Feeds for one model.

@@ -21,7 +21,7 @@ from onnxamp.errors import DataError, ModelError, UnsupportedError
 from onnxamp.evidence.inputs import Data, Sample
 from onnxamp.evidence.locate import Divergence, first_divergence
 from onnxamp.evidence.metrics import Difference, difference, is_float, worse
-from onnxamp.evidence.sampling import Model, choose
+from onnxamp.evidence.sampling import Model, choose, path_of
 from onnxamp.evidence.ties import picking, unexplained
 from onnxamp.evidence.tolerance import DEFAULTS, Tolerance
 from onnxamp.evidence.values import Fetcher, matched
@@ -153,7 +153,8 @@ def verify(
     bounds = _bounds(tolerance, precision)
     config = SessionConfig(provider=provider)
     judged = [emulate(model) if precision_of(model) != "fp32" else model for model in (ours, theirs)]
-    sessions = [open_session(model, config) for model in judged]
+    paths = [path_of(given) for given in (reference, candidate)]
+    sessions = [open_session(model, config, name=name) for model, name in zip(judged, paths, strict=True)]
     feeds = choose(ours, sessions[0], data, dim=dim, count=count, seed=seed)
     source = feeds.source
     comparison = Comparison(ours, judged, bounds, config)

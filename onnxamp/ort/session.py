@@ -104,7 +104,7 @@ def session_options(config: SessionConfig) -> Any:
     return options
 
 
-def open_session(model: Model, config: SessionConfig | None = None) -> Any:
+def open_session(model: Model, config: SessionConfig | None = None, *, name: str | None = None) -> Any:
     """An `onnxruntime.InferenceSession` on the provider asked for.
 
     With ``provider="auto"`` a GPU provider that does not load leaves the CPU, and a warning is logged.
@@ -112,10 +112,11 @@ def open_session(model: Model, config: SessionConfig | None = None) -> Any:
     Args:
         model: A path, serialized bytes, a `ModelProto` or an `ir.Model` (of any size).
         config: Options; defaults where None.
+        name: What errors call the model, if it is no path itself.
 
     Raises:
         RuntimeMissingError: No runtime, or the provider asked for does not load.
-        UnsupportedError: The provider has no kernel for a node.
+        UnsupportedError: The provider has no kernel for a node, or the runtime does not know its operator.
         ModelError: The runtime refuses the model.
     """
     config = config or SessionConfig()
@@ -135,7 +136,9 @@ def open_session(model: Model, config: SessionConfig | None = None) -> Any:
         except AmpError:
             raise
         except Exception as problem:
-            raise _load_error(problem, model) from problem
+            raise _load_error(
+                problem, name or (os.fspath(model) if isinstance(model, (str, os.PathLike)) else "the model")
+            ) from problem
     got = session.get_providers()
     if got[0] != names[0]:
         message = f"{short_name(names[0])} does not load here, ONNX Runtime took {short_name(got[0])}"
@@ -251,10 +254,21 @@ def to_numpy(value: Any) -> Any:
     return value.numpy()
 
 
-def _load_error(problem: Exception, model: Model) -> AmpError:
+# What ONNX Runtime says of an operator that it has no schema of.
+_UNKNOWN = re.compile(r"([\w.]*):(\w+)\(-?\d+\) is not a registered function/op|No Op registered for (\w+) ")
+
+
+def _load_error(problem: Exception, name: str) -> AmpError:
     """The error that says what the runtime said, by the kind of its exception."""
-    name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else "the model"
     kind, text = type(problem).__name__, _sentence(problem)
+    if unknown := _UNKNOWN.search(text):
+        domain, op, standard = unknown.groups()
+        operator = f"{domain}.{op}" if domain else op or standard
+        return UnsupportedError(
+            f"{name} cannot run: ONNX Runtime does not know its operator {operator}, which a library of its own would have to bring; "
+            "convert works without running the model (no --verify, --calibrate or --auto), and the result is to be compared where "
+            "that library is."
+        )
     if kind == "NotImplemented":
         return UnsupportedError(f"ONNX Runtime has no kernel for a node of {name}: {text}.")
     if kind == "EPFail":

@@ -16,6 +16,7 @@ from onnx import numpy_helper, parser
 import onnxamp
 from onnxamp.errors import DataError, ModelError, UnsupportedError, UsageError
 from onnxamp.evidence import Tolerance, VerifyResult, verify
+from onnxamp.evidence.calibration import calibrate
 
 
 def proto(text: str) -> onnx.ModelProto:
@@ -179,6 +180,16 @@ def test_a_candidate_that_cannot_run_fails() -> None:
     result = check(REFERENCE, shape, SMALL)
     assert not result.passed
     assert "its output 'y' does not fit" in result.problems[0]
+
+
+def test_an_operator_of_another_library_is_named_with_its_file(tmp_path: pathlib.Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17, "acme" : 1]>
+    g (float[N,4] x) => (float[N,4] y) { h = Relu(x) y = acme.Weird(h) }"""
+    path = tmp_path / "weird.onnx"
+    onnx.save(parser.parse_model(text), path)
+    for act in (lambda: verify(path, path), lambda: calibrate(path), lambda: calibrate(path, SMALL)):
+        with pytest.raises(UnsupportedError, match=r"weird\.onnx cannot run.* acme\.Weird.*no --verify"):
+            act()
 
 
 MISMATCH = {

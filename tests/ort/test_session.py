@@ -95,6 +95,21 @@ ERRORS = {
         UnsupportedError,
         "Relu",
     ),
+    "unknown operator": (
+        lambda: open_session(proto("g (float[N] x) => (float[N] y) { y = Relo(x) }")),
+        UnsupportedError,
+        "the model cannot run: ONNX Runtime does not know its operator Relo",
+    ),
+    "operator of another library": (
+        lambda: open_session(
+            parser.parse_model(
+                '<ir_version: 8, opset_import: ["" : 17, "acme" : 1]> g (float[N] x) => (float[N] y) { y = acme.Weird(x) }'
+            ),
+            name="a.onnx",
+        ),
+        UnsupportedError,
+        "a.onnx cannot run: ONNX Runtime does not know its operator acme.Weird",
+    ),
     "no such provider": (lambda: providers.provider_list("cudda"), UsageError, "'cudda'"),
     "optimization": (lambda: session_options(SessionConfig(optimization="most")), UsageError, "'most'"),
     "missing input": (lambda: run(open_session(proto(DOUBLE)), {}), DataError, "missing ['x']"),
