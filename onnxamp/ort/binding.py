@@ -33,7 +33,7 @@ class Binding:
         self._session = session
         self._binding = session.io_binding()
         self._stream = stream
-        self._slots: dict[str, list[tuple[Slot, Buffer]]] = {}
+        self._slots: dict[str, list[Slot]] = {}
         self._fed: list[Slot] = []
         self._unwaited = None
         if stream is not None:
@@ -106,24 +106,24 @@ class Binding:
         options = None if any(self._order.values()) else self._unwaited  # what is fetched must have arrived
         try:
             self._session.run_with_iobinding(self._binding, options)
+        except Exception as problem:
+            raise run_error(problem) from problem
+        finally:  # nodes in front of one that failed may still read
             for slot in self._fed:
                 slot.release()
             self._fed.clear()
-        except Exception as problem:
-            raise run_error(problem) from problem
 
     def _bring(self, stream: Stream, name: str, values: NDArray[Any]) -> None:
         """Two slots take turns, so that one is filled while the other is read."""
         raw = values.reshape(-1).view(np.uint8)
         slots = self._slots.setdefault(name, [])
-        slot, buffer = slots.pop(0) if len(slots) > 1 else (None, None)
-        if slot is None or buffer is None or buffer.nbytes < raw.nbytes:
-            buffer = Buffer(max(raw.nbytes, 1), stream.device, stream.device_id)
-            slot = Slot(stream, buffer.pointer, buffer.nbytes)
-        slots.append((slot, buffer))
+        slot = slots.pop(0) if len(slots) > 1 else None
+        if slot is None or slot.buffer.nbytes < raw.nbytes:
+            slot = Slot(stream, Buffer(max(raw.nbytes, 1), stream.device, stream.device_id))
+        slots.append(slot)
         slot.bring(raw)
         self._fed.append(slot)
-        self.input(name, buffer.view(0, values.shape, element_type(values.dtype)))
+        self.input(name, slot.buffer.view(0, values.shape, element_type(values.dtype)))
 
     def fetched(self) -> dict[str, Any]:
         """The outputs of the last run that were to be fetched, by name."""

@@ -7,16 +7,21 @@ all sessions of a trainer get the same stream, so that the device keeps their or
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import sys
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onnxamp.errors import RuntimeMissingError
+
+if TYPE_CHECKING:
+    from onnxamp.ort.values import Buffer
 
 _LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 # CUdevice_attribute.
@@ -54,6 +59,10 @@ class Driver:
         except OSError as problem:
             raise RuntimeMissingError("No NVIDIA driver is installed here (libcuda is missing).") from problem
         self.call("cuInit", 0)
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        # Pairs of streams that no trainer has now, by device. A session may outlive the trainer and still know its stream, so
+        # streams are used again and never destroyed.
+        self.idle: dict[int, list[tuple[int, int]]] = {}
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function of the driver.
@@ -91,10 +100,12 @@ class Driver:
 
     def enter(self, device_id: int) -> None:
         """Make the primary context of a device that of this thread."""
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        self.call("cuDeviceGet", ctypes.byref(device), device_id)
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self.call("cuCtxSetCurrent", context)
+        if device_id not in self._contexts:
+            device, context = ctypes.c_int(), ctypes.c_void_p()
+            self.call("cuDeviceGet", ctypes.byref(device), device_id)
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self._contexts[device_id] = context
+        self.call("cuCtxSetCurrent", self._contexts[device_id])
 
     def memory(self) -> tuple[int, int]:
         """Free and all bytes of the current device."""
@@ -150,8 +161,11 @@ class Stream:
         self.cuda = cuda or driver()
         self.device_id = device_id
         self.cuda.enter(device_id)
-        # Streams that wait for the legacy default stream and it for them: copies of `Driver.read` and `write` are in order.
-        self.pointer, self.copies = self.new("cuStreamCreate"), self.new("cuStreamCreate", 1)
+        idle = self.cuda.idle.setdefault(device_id, [])
+        # The first waits for the legacy default stream and it for the first: copies of `Driver.read` and `write` are in order.
+        pair = idle.pop() if idle else (self.new("cuStreamCreate"), self.new("cuStreamCreate", 1))
+        self.pointer, self.copies = pair
+        weakref.finalize(self, idle.append, pair).atexit = False
 
     def new(self, function: str, flags: int = 0) -> int:
         """The handle that a function of the driver makes."""
@@ -164,7 +178,7 @@ class Stream:
         self.cuda.call("cuStreamSynchronize", ctypes.c_void_p(self.pointer))
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Host memory that the device reads by itself."""
+        """Host memory that the device reads by itself; whoever takes it gives it back with `cuMemFreeHost`."""
         pointer = ctypes.c_void_p()
         self.cuda.call("cuMemHostAlloc", ctypes.byref(pointer), ctypes.c_size_t(max(nbytes, 1)), 0)
         address = int(pointer.value or 0)
@@ -174,16 +188,20 @@ class Stream:
 class Slot:
     """Memory for one input of one micro-step: pinned on the host, and its place on the device.
 
+    When a slot is dropped, both are given back as soon as no micro-step reads them any more, which is waited for.
+
     Args:
         stream: The streams.
-        pointer: The place on the device.
-        nbytes: Its size.
+        buffer: The place on the device.
     """
 
-    def __init__(self, stream: Stream, pointer: int, nbytes: int) -> None:
-        self._stream, self._pointer = stream, pointer
-        self._host = stream.pinned(nbytes)
+    def __init__(self, stream: Stream, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self._stream = stream
+        self._host = stream.pinned(buffer.nbytes)
         self._arrived, self._used = stream.new("cuEventCreate", 2), stream.new("cuEventCreate", 2)  # 2: no timing
+        held = (stream, self._host.ctypes.data, (self._used, self._arrived), buffer)
+        weakref.finalize(self, _give_back, *held).atexit = False
 
     def bring(self, values: NDArray[np.uint8]) -> None:
         """Copy `values` to the device while it computes; what is run on the stream after this sees them.
@@ -195,13 +213,25 @@ class Slot:
         call("cuEventSynchronize", ctypes.c_void_p(self._used))
         self._host[: values.nbytes] = values
         address = ctypes.c_void_p(self._host.ctypes.data)
-        call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(self._pointer), address, ctypes.c_size_t(values.nbytes), copies)
+        target = ctypes.c_uint64(self.buffer.pointer)
+        call("cuMemcpyHtoDAsync_v2", target, address, ctypes.c_size_t(values.nbytes), copies)
         call("cuEventRecord", arrived, copies)
         call("cuStreamWaitEvent", ctypes.c_void_p(self._stream.pointer), arrived, 0)
 
     def release(self) -> None:
         """Say that what is on the stream now is the last to read the slot."""
         self._stream.cuda.call("cuEventRecord", ctypes.c_void_p(self._used), ctypes.c_void_p(self._stream.pointer))
+
+
+def _give_back(stream: Stream, pinned: int, events: tuple[int, ...], buffer: Buffer) -> None:
+    """Free what a slot had, once the device has passed `events`; `buffer` lives until then because it is named here."""
+    call = stream.cuda.call
+    with contextlib.suppress(RuntimeMissingError):  # a device that has failed has said so, and gives nothing back
+        stream.cuda.enter(stream.device_id)  # whatever thread this runs on
+        for event in events:
+            call("cuEventSynchronize", ctypes.c_void_p(event))
+            call("cuEventDestroy_v2", ctypes.c_void_p(event))
+        call("cuMemFreeHost", ctypes.c_void_p(pinned))
 
 
 def expectation(capability: tuple[int, int], dtype: str) -> str | None:

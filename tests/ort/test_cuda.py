@@ -1,23 +1,24 @@
 """What we ask of the CUDA driver, with a driver that computes on the host: the calls, their order, and what arrives."""
 
 import ctypes
+import gc
+import math
 
 import numpy as np
-import onnx
 import pytest
 
-from onnxamp.errors import RuntimeMissingError
-from onnxamp.ort import cuda, doctor
+from onnxamp.errors import AmpError, RuntimeMissingError
+from onnxamp.ort import binding, cuda, doctor
 from onnxamp.ort.binding import Binding
-from onnxamp.ort.session import SessionConfig, open_session
 from onnxamp.ort.values import Buffer, element_type
 
 
 class Host:
-    """libcuda, whose device is the host: one GPU of capability 7.5, copies that are done at once."""
+    """libcuda, whose device is the host: one GPU of capability 7.5. What is put on a stream is done as late as is allowed: when an
+    event behind it is waited for."""
 
     def __init__(self, failing=""):
-        self.calls, self.failing, self.handles, self.memory = [], failing, 0, []
+        self.calls, self.failing, self.handles, self.queue, self.pinned, self.events = [], failing, 0, [], {}, set()
 
     def __getattr__(self, name):
         if name.startswith("on_"):
@@ -54,14 +55,39 @@ class Host:
         self.handles += 1
         handle._obj.value = self.handles
 
-    on_cuEventCreate = on_cuStreamCreate
+    def on_cuEventCreate(self, handle, flags):
+        self.on_cuStreamCreate(handle, flags)
+        self.events.add(handle._obj.value)
+
+    def on_cuEventDestroy_v2(self, event):
+        self.events.remove(event.value)
 
     def on_cuMemHostAlloc(self, pointer, size, flags):
-        self.memory.append(np.zeros(size.value, np.uint8))
-        pointer._obj.value = self.memory[-1].ctypes.data
+        memory = np.zeros(size.value, np.uint8)
+        pointer._obj.value = memory.ctypes.data
+        self.pinned[memory.ctypes.data] = memory
+
+    def on_cuMemFreeHost(self, pointer):
+        self.pinned.pop(pointer.value)[:] = 255
 
     def on_cuMemcpyHtoDAsync_v2(self, target, source, size, stream):
-        ctypes.memmove(target.value, source.value, size.value)
+        self.queue.append(lambda: ctypes.memmove(target.value, source.value, size.value))
+
+    def on_cuEventRecord(self, event, stream):
+        assert event.value in self.events
+        self.queue.append(event.value)
+
+    def on_cuEventSynchronize(self, event):
+        while event.value in self.queue:
+            self.advance()
+
+    def on_cuStreamSynchronize(self, stream):
+        while self.queue:
+            self.advance()
+
+    def advance(self):
+        if callable(work := self.queue.pop(0)):
+            work()
 
     def on_cuMemcpyHtoD_v2(self, target, source, size):
         ctypes.memmove(target.value, source.value, size.value)
@@ -72,6 +98,32 @@ class Host:
 
 class HostStream(cuda.Stream):
     device = "cpu"
+
+
+class Sum:
+    """A session and its binding: y = a + b in float32, computed when the device comes to it."""
+
+    def __init__(self, host):
+        self.host, self.places = host, {}
+
+    def io_binding(self):
+        return self
+
+    def bind_input(self, name, device, device_id, kind, shape, pointer):
+        self.places[name] = (ctypes.c_float * math.prod(shape)).from_address(pointer)
+
+    bind_output = bind_input
+
+    def run_with_iobinding(self, binding, options):
+        a, b, y = (np.ctypeslib.as_array(self.places[name]) for name in "aby")
+        self.host.queue.append(lambda: np.add(a, b, out=y))
+
+
+class Freed(Buffer):
+    """Memory that holds NaN once it is given back."""
+
+    def __del__(self):
+        self.host[:] = 255
 
 
 @pytest.fixture
@@ -105,24 +157,59 @@ def test_ranges_of_device_memory_are_copied_alone(driver, monkeypatch):
     assert driver._library.calls[-2:] == ["cuMemcpyHtoD_v2", "cuMemcpyDtoH_v2"]
 
 
-def test_batches_take_turns_in_pinned_memory(driver):
-    text = '<ir_version: 10, opset_import: ["" : 21]> g (float[n] x) => (float[n] y) { y = Add(x, x) }'
-    session = open_session(onnx.parser.parse_model(text), SessionConfig("cpu"))
-    binding = Binding(session, HostStream(0, driver))
-    calls, results = driver._library.calls, []
-    for size in (4, 4, 3, 4, 9):
-        values = np.arange(size, dtype=np.float32) + size
+def test_batches_take_turns_in_pinned_memory(driver, monkeypatch):
+    """Batches that grow, one input after the other, while the device lags behind; nothing is freed that it still reads."""
+    monkeypatch.setattr(binding, "Buffer", Freed)
+    host = driver._library
+    stream = HostStream(0, driver)
+    bound = Binding(Sum(host), stream)
+    results, expected = [], []
+    sizes = (4, 4, 3, 4, 9, 9, 2, 30)
+    for size in sizes:
+        batch = {name: np.arange(size, dtype=np.float32) + size + shift for name, shift in (("a", 0), ("b", 0.5))}
         result = Buffer(4 * size).view(0, (size,), element_type(np.dtype(np.float32)))
-        binding.output("y", result)
-        binding.feed("x", values)
-        values[:] = -1  # what was fed is on its way already
-        binding.run()
-        results.append(result.read())
-    for size, result in zip((4, 4, 3, 4, 9), results, strict=True):
-        np.testing.assert_array_equal(result, 2 * (np.arange(size, dtype=np.float32) + size))
-    assert calls.count("cuMemHostAlloc") == 3  # two slots, and a larger one in the end
-    turn = ["cuEventSynchronize", "cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuStreamWaitEvent", "cuEventRecord"]
-    assert calls[-5:] == turn
+        bound.output("y", result)
+        expected.append(batch["a"] + batch["b"])
+        for name, values in batch.items():
+            bound.feed(name, values)
+            values[:] = -1  # what was fed is on its way already
+        bound.run()
+        results.append(result)
+    assert host.queue  # it does lag behind
+    turn = ["cuEventSynchronize", "cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuStreamWaitEvent"]
+    assert host.calls[-6:] == [*turn, "cuEventRecord", "cuEventRecord"]
+    assert host.calls.count("cuMemHostAlloc") == 10  # for each input two slots, and larger ones in their place
+    assert len(host.pinned) == 4
+    assert len(host.events) == 8
+    del bound
+    gc.collect()
+    assert not host.pinned
+    assert not host.events
+    for result, values in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(result.read(), values)
+
+
+def test_a_failing_run_still_holds_its_batch(driver):
+    class Failing(Sum):
+        def run_with_iobinding(self, binding, options):
+            raise ValueError("no kernel")
+
+    bound = Binding(Failing(driver._library), HostStream(0, driver))
+    bound.feed("a", np.zeros(3, np.float32))
+    with pytest.raises(AmpError):
+        bound.run()
+    assert driver._library.calls[-1] == "cuEventRecord"
+
+
+def test_streams_are_used_again(driver):
+    first, second = HostStream(0, driver), HostStream(0, driver)
+    pair = (first.pointer, first.copies)
+    assert len({*pair, second.pointer, second.copies}) == 4
+    del first
+    third = HostStream(0, driver)
+    assert (third.pointer, third.copies) == pair
+    assert driver._library.calls.count("cuStreamCreate") == 4
+    assert driver._library.calls.count("cuDevicePrimaryCtxRetain") == 1
 
 
 @pytest.mark.parametrize(
