@@ -189,11 +189,11 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
     if arguments.engine == "ort-training":
         ort_training.check(forward.model.graph)
     arguments = dataclasses.replace(arguments, loss=forward.loss)
-    adapters = inject(forward.model, arguments.lora, arguments.seed) if arguments.lora else ()
+    adapters, unadapted = inject(forward.model, arguments.lora, arguments.seed) if arguments.lora else ((), ())
     found = classify(forward.model)
     chosen, frozen = _choose(forward, found, arguments)
     norms = _trained_norms(forward.model.graph, chosen, arguments.batch_norm)
-    model, notes = forward.model, list(forward.notes)
+    model, notes = forward.model, [*forward.notes, *unadapted]
     if arguments.amp.level != "O0":
         amp = arguments.amp
         if isinstance(forward.loss, LossModel):  # the loss is FP32 at every level

@@ -23,7 +23,8 @@ from onnxamp.policy.options import matches
 from onnxamp.training.manifest import Adapter
 
 PREFIX = "lora/"
-_FLOAT = ir.DataType.FLOAT
+# What a weight may pass on its way to the node.
+_PASSED = frozenset({"Identity", "Cast", "Transpose"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,37 +78,75 @@ def lora(spec: Lora | Mapping[str, Any] | str | None) -> Lora | None:
     return Lora(**arguments)
 
 
-def inject(model: ir.Model, options: Lora, seed: int) -> tuple[Adapter, ...]:
-    """Put adapters beside the nodes that `options` names, in place; nodes that share a weight share its adapter.
+def inject(model: ir.Model, options: Lora, seed: int) -> tuple[tuple[Adapter, ...], tuple[str, ...]]:
+    """Put adapters beside the nodes that read the weights of `options`, in place; nodes that share a weight share its adapter.
+
+    What is trained must be what `merge` writes, and that changes a weight for all that read it. So a weight that something else reads too
+    (the Gather of a tied embedding, a MatMul that reads it the other way round, the body of a loop) gets no adapter.
 
     Args:
         model: The model in training form.
         options: Which and how large.
         seed: Of the initial A.
 
+    Returns:
+        The adapters, and a sentence for each weight that a pattern names and that gets none.
+
     Raises:
         UsageError: A pattern matches no weight that can have one.
     """
     graph = model.graph
-    possible = [(node, found) for node in graph if (found := _adaptable(node)) is not None]
+    readers: dict[str, list[tuple[ir.Node, Adapter]]] = {}
+    for node in graph:
+        adapter = _adaptable(node)
+        if adapter is not None:
+            readers.setdefault(adapter.weight, []).append((node, adapter))
+    others = {name: _other_reader(graph.initializers[name], found) for name, found in readers.items()}
+    chosen: dict[str, None] = {}
     for pattern in options.patterns:
-        if not any(_named(pattern, node, adapter) for node, adapter in possible):
-            names = ", ".join(dict.fromkeys(adapter.weight for _, adapter in possible))
+        named = [
+            name for name, found in readers.items() if any(_named(pattern, node, adapter) for node, adapter in found)
+        ]
+        if not named:
             raise UsageError(
-                f"No weight of a MatMul, Gemm or Conv matches lora's target {pattern!r}; there are {names or 'none'}."
+                f"No weight of a MatMul, Gemm or Conv matches lora's target {pattern!r}; there are "
+                f"{', '.join(readers) or 'none'}."
             )
-    adapters: dict[str, Adapter] = {}
-    for node, found in possible:
-        if not any(_named(pattern, node, found) for pattern in options.patterns):
-            continue
-        adapter = dataclasses.replace(found, scale=options.alpha / options.rank)
-        known = adapters.setdefault(adapter.weight, adapter)
-        if known != adapter:
-            continue  # used in another form too: those nodes would need another adapter of the same weight
-        _insert(graph, node, adapter, options.rank, seed)
+        if all(others[name] for name in named):
+            raise UsageError(f"{_refusal(named[0], others[named[0]])} Nothing else matches lora's target {pattern!r}.")
+        chosen |= dict.fromkeys(named)
+    adapters = []
+    for name in readers:
+        if name in chosen and not others[name]:
+            adapter = dataclasses.replace(readers[name][0][1], scale=options.alpha / options.rank)
+            for node, _ in readers[name]:
+                _insert(graph, node, adapter, options.rank, seed)
+            adapters.append(adapter)
     graph.sort()
     types.infer(model)
-    return tuple(adapters.values())
+    return tuple(adapters), tuple(_refusal(name, others[name]) for name in readers if name in chosen and others[name])
+
+
+def _refusal(weight: str, reader: str) -> str:
+    return (
+        f"{weight!r} gets no adapter: {reader} reads it too, and would read another weight once the adapter is merged."
+    )
+
+
+def _other_reader(weight: ir.Value, adapted: Sequence[tuple[ir.Node, Adapter]]) -> str:
+    """What reads a weight, as it is or transposed, without the adapter of the first of `adapted`; empty if nothing does."""
+    same = {node for node, adapter in adapted if adapter == adapted[0][1]}
+    pending = [weight]
+    while pending:
+        value = pending.pop()
+        if value.is_graph_output():
+            return f"the output {value.name!r}"
+        for node, position in value.uses():
+            if node.domain == "" and node.op_type in _PASSED and node.graph is weight.graph:
+                pending.extend(node.outputs)
+            elif node not in same or position != 1:
+                return f"{node.op_type} {node.name!r}"
+    return ""
 
 
 def merged(adapter: Adapter, weight: NDArray[Any], a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.float32]:
@@ -163,7 +202,7 @@ def _adaptable(node: ir.Node) -> Adapter | None:
     value, turned = node.inputs[1], False
     while value is not None and not value.is_initializer():
         producer = value.producer()
-        if producer is None or producer.domain != "" or producer.op_type not in ("Identity", "Cast", "Transpose"):
+        if producer is None or producer.domain != "" or producer.op_type not in _PASSED:
             return None
         if producer.op_type == "Transpose":
             turned = not turned
@@ -204,7 +243,7 @@ def _insert(graph: ir.Graph, node: ir.Node, adapter: Adapter, rank: int, seed: i
     b = _parameter(graph, adapter.b, np.zeros(up, np.float32), dtype)
     # Gemm multiplies its product; what stands beside it must be multiplied alike.
     factor = adapter.scale * (node.attributes.get_float("alpha", 1.0) if node.op_type == "Gemm" else 1.0)
-    scale = _parameter(graph, f"{PREFIX}scale/{factor:g}", np.asarray(factor, np.float32), dtype)
+    scale = _parameter(graph, f"{PREFIX}{node.name}/scale", np.asarray(factor, np.float32), dtype)
     name = f"{node.name}/lora"
     if adapter.form == "conv":
         low = ir.node("Conv", [x, a], _attributes(node), name=f"{name}/down")

@@ -19,7 +19,7 @@ from onnxamp.errors import UsageError
 from onnxamp.trainer.adapter import merged_model, write_adapter
 from onnxamp.trainer.trainer import Trainer
 from onnxamp.training import SGD, Lora, build
-from onnxamp.training.lora import lora
+from onnxamp.training.lora import inject, lora
 
 
 class _Net(nn.Module):
@@ -167,6 +167,77 @@ def test_targets(model):
     assert weights(("point.*", "/conv/Conv")) == ["conv.weight", "point.weight"]
     with pytest.raises(UsageError, match=r"matches lora's target 'heat\.\*'; there are conv\.weight"):
         weights("heat.*")
+
+
+# What else reads the weight w: float[4, 4] of /gemm (y = Gemm(h, w)).
+SHARED = {
+    "Gather 'other'": "t = Gather(w, ids) h = Add(x, t)",  # a tied embedding
+    "Gemm '/gemm'": "t = MatMul(x, w) h = Tanh(t)",  # the MatMul comes first, and the Gemm reads it the other way round
+    "Add 'other'": "t = Add(x, w) h = Tanh(t)",
+    "the output 'u'": "u = Identity(w) h = Tanh(x)",
+    "Add 'inner'": """t = If(flag) <then_branch = yes () => (float[4, 4] p) { p = Add(x, w) },
+        else_branch = no () => (float[4, 4] q) { q = Identity(x) }> h = Tanh(t)""",
+}
+
+
+def _shared(reader):
+    outputs = ", float[4, 4] u" if "u =" in reader else ""
+    text = f"""<ir_version: 10, opset_import: ["" : 21]> g (float[4, 4] x, int64[4] ids, bool flag) => (float[4, 4] y{outputs})
+        <float[4, 4] w = {{{", ".join(str(i % 7 - 3) for i in range(16))}}}, float[4, 4] v = {{{", ".join("1" * 16)}}}>
+        {{ {reader} a = MatMul(h, v) y = Gemm<transB=1>(a, w) }}"""
+    model = onnx.parser.parse_model(text)
+    for node in model.graph.node:
+        names = {"Gemm": "/gemm", "MatMul": "plain"} if node.input[1:] == ["v"] else {"Gemm": "/gemm"}
+        node.name = names.get(node.op_type, "other" if "w" in node.input else node.output[0])
+        for attribute in node.attribute:
+            for inner in attribute.g.node:
+                inner.name = "inner"
+    return model
+
+
+@pytest.mark.parametrize("other", SHARED)
+def test_a_weight_that_something_else_reads_gets_no_adapter(other):
+    model = _shared(SHARED[other])
+    options = {"loss": "mse", "optimizer": SGD(lr=0.1), "level": "O0", "output": "y"}
+    with pytest.raises(UsageError, match=f"'w' gets no adapter: {other} reads it too"):
+        build(model, lora=Lora(2, 2, "w"), **options)
+    bundle = build(model, lora=Lora(2, 2), **options)
+    assert [adapter.weight for adapter in bundle.manifest.adapters] == ["v"]
+    assert any(f"'w' gets no adapter: {other}" in note for note in bundle.manifest.notes)
+    trainer = Trainer(bundle, "cpu", threads=1)
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(4, 4)).astype(np.float32), "ids": np.array([0, 3, 1, 1]), "flag": np.array(True)}
+    fed = {port.name for port in bundle.manifest.graphs["grad"].of_kind("data")}
+    batch = {name: value for name, value in batch.items() if name in fed}
+    for _ in range(5):
+        trainer.micro_step({**batch, "labels": np.zeros((4, 4), np.float32)})
+    session = onnxruntime.InferenceSession(
+        ir.to_proto(trainer.trained.model()).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    read = {"x": np.zeros((4, 4), np.float32), "ids": np.zeros(4, np.int64), "flag": np.array(True), **batch}
+    np.testing.assert_allclose(session.run(["y"], read)[0], trainer.predict(batch)["y"], rtol=1e-5, atol=1e-5)
+
+
+def test_a_node_s_name_stands_for_its_weight(model):
+    """Both nodes of `token` get the adapter of their weight where one of them is named."""
+    bundle = build(model, loss="cross_entropy", optimizer="sgd", level="O0", lora=Lora(2, 2, "/token/MatMul"))
+    ups = [node for node in bundle.graphs["eval"].graph if node.name.endswith("/lora/up")]
+    assert len(bundle.manifest.adapters) == 1
+    assert len(ups) == 2
+
+
+def test_each_node_has_its_own_scale():
+    """Factors of Gemm that differ after six digits, and types that differ."""
+    text = """<ir_version: 10, opset_import: ["" : 21]> g (float[1, 1] x, float16[1, 1] k) => (float[1, 1] y, float16[1, 1] z)
+        <float[1, 1] v = {1}, float[1, 1] w = {1}, float16[1, 1] u = {1}>
+        { a = Gemm<alpha=0.5000001>(x, v) y = Gemm<alpha=0.5>(a, w) z = Gemm<alpha=0.5>(k, u) }"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    for node in model.graph:
+        node.name = f"to_{node.outputs[0].name}"
+    inject(model, Lora(1, 1), 0)
+    scales = [node.inputs[1].const_value.numpy() for node in model.graph if node.name.endswith("/lora/scale")]
+    assert [scale.dtype for scale in scales] == [np.float32, np.float32, np.float16]
+    assert scales == [np.float32(0.5000001), 0.5, 0.5]
 
 
 def test_the_start_is_within_the_bounds_of_a_linear_layer(model):
