@@ -98,6 +98,25 @@ def _made_up(
                 f"The reference does not run on {source}: {problem} Give real inputs with --data, or sizes with --dim."
             )
         else:
-            return made, source
+            return _with_both_flags(made, model, session, dim, count, seed, other), source
     assert first is not None
     raise first
+
+
+def _with_both_flags(
+    made: list[Sample],
+    model: ir.Model,
+    session: Any,
+    dim: Mapping[str, int] | None,
+    count: int,
+    seed: int,
+    other: int,
+) -> list[Sample]:
+    """The samples, if the model runs on the other truth values too; else those with one kind of them."""
+    if count < 2 or not any(np.asarray(value).dtype == bool for value in made[1].values()):
+        return made
+    try:
+        run(session, made[1])
+    except DataError:  # a branch that needs other shapes, say
+        return synthesis.synthesize(model, count, dim=dim, seed=seed, other=other, flags=False)[0]
+    return made

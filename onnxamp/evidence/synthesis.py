@@ -27,7 +27,13 @@ _PASS = frozenset({"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatt
 
 
 def synthesize(
-    model: ir.Model, count: int = 4, *, dim: Mapping[str, int] | None = None, seed: int = 0, other: int = OTHER
+    model: ir.Model,
+    count: int = 4,
+    *,
+    dim: Mapping[str, int] | None = None,
+    seed: int = 0,
+    other: int = OTHER,
+    flags: bool = True,
 ) -> tuple[list[Sample], dict[str, int]]:
     """`count` samples, and the sizes that were chosen for free dimensions, by name.
 
@@ -37,21 +43,34 @@ def synthesize(
         dim: Sizes of named dimensions.
         seed: Equal seeds give equal samples.
         other: Size of free dimensions that are not the first of an input.
+        flags: Whether every second sample has other truth values: what one of them switches off may be what goes wrong.
 
     Raises:
         UnsupportedError: An input is a string, sequence or optional: only data can tell what belongs there.
         UsageError: `dim` names a dimension that no input has.
     """
+    refuse(model)
     inputs = model_inputs(model)
-    for item in inputs:
-        if item.dtype is None or (item.dtype.kind not in "fiub" and item.value.dtype != ir.DataType.BFLOAT16):
-            raise UnsupportedError(f"Inputs cannot be made up for {item}: give --data.")
     sizes = _sizes(inputs, dict(dim or {}), other)
     shapes = {item.name: _shape(item, sizes, other) for item in inputs}
     longest = max((shape[1] for shape in shapes.values() if len(shape) > 1), default=other)
     rng = np.random.default_rng(seed)
-    made = [{item.name: _array(item, shapes[item.name], longest, rng) for item in inputs} for _ in range(count)]
+    made = [
+        {item.name: _array(item, shapes[item.name], longest, rng, flags and index % 2 == 1) for item in inputs}
+        for index in range(count)
+    ]
     return made, sizes
+
+
+def refuse(model: ir.Model) -> None:
+    """Say so where inputs cannot be made up.
+
+    Raises:
+        UnsupportedError: An input is a string, sequence or optional: only data can tell what belongs there.
+    """
+    for item in model_inputs(model):
+        if item.dtype is None or (item.dtype.kind not in "fiub" and item.value.dtype != ir.DataType.BFLOAT16):
+            raise UnsupportedError(f"Inputs cannot be made up for {item}: give --data.")
 
 
 def _sizes(inputs: list[Input], given: dict[str, int], other: int) -> dict[str, int]:
@@ -88,13 +107,24 @@ def _shape(item: Input, sizes: Mapping[str, int], other: int) -> tuple[int, ...]
     return tuple(shape)
 
 
-def _array(item: Input, shape: tuple[int, ...], longest: int, rng: np.random.Generator) -> Array:
+def _array(item: Input, shape: tuple[int, ...], longest: int, rng: np.random.Generator, other: bool) -> Array:
     assert item.dtype is not None
     if item.dtype.kind == "b":
-        return np.zeros(shape, bool) if "use_cache" in item.name else np.ones(shape, bool)
+        return _flags(item, shape, other)
     if item.dtype.kind in "iu":
         return _integers(item, shape, longest, rng).astype(item.dtype)
     return _floats(item, shape, rng).astype(item.dtype)
+
+
+def _flags(item: Input, shape: tuple[int, ...], other: bool) -> Array:
+    """Truth values: all the same, or the others. Of the others a longer row holds both, so that no mask shuts out all of it."""
+    usual = "use_cache" not in item.name
+    made = np.full(shape, usual)
+    if other and shape and shape[-1] > 1:
+        made[..., shape[-1] // 2 :] = not usual
+    elif other:
+        made = np.full(shape, not usual)
+    return made
 
 
 def _integers(item: Input, shape: tuple[int, ...], longest: int, rng: np.random.Generator) -> Array:

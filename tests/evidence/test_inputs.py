@@ -14,7 +14,9 @@ from onnx import parser
 
 from onnxamp.errors import DataError, UnsupportedError, UsageError
 from onnxamp.evidence.inputs import model_inputs, samples
+from onnxamp.evidence.sampling import choose
 from onnxamp.evidence.synthesis import synthesize
+from onnxamp.ort.session import SessionConfig, open_session
 
 
 def model(text: str) -> ir.Model:
@@ -181,17 +183,35 @@ def test_synthesis_of_a_transformer() -> None:
     assert ids.shape == (3, 9)
     assert ids.min() >= 0
     assert 5 <= ids.max() < 11, "ids lie in the table of 11 rows and use it"
+    assert [sample["use_cache_branch"].any() for sample in made] == [False, True, False]
     for sample in made:
         assert (sample["attention_mask"] == 1).all()
         np.testing.assert_array_equal(sample["position_ids"], np.arange(9)[None])
         assert (sample["token_type_ids"] == 0).all()
         assert sample["past_key"].shape == (1, 16)
-        assert not sample["use_cache_branch"].any()
         assert sample["lengths"].tolist() == [25]
     again, _ = synthesize(TRANSFORMER, 3, dim={"seq": 9})
     other, _ = synthesize(TRANSFORMER, 3, dim={"seq": 9}, seed=1)
     np.testing.assert_array_equal(again[2]["input_ids"], made[2]["input_ids"])
     assert (other[0]["input_ids"] != made[0]["input_ids"]).any()
+
+
+def test_made_up_flags_take_both_values() -> None:
+    source = model("""g (bool flag, bool[2,6] mask) => (bool[2,6] y) { y = And(mask, flag) }""")
+    one, two = synthesize(source, 2)[0]
+    assert (one["flag"], two["flag"]) == (True, False)
+    assert one["mask"].all()
+    assert two["mask"].any(axis=1).all(), "no row is shut out"
+    assert not two["mask"].all(axis=1).any()
+
+
+@pytest.mark.parametrize(("other", "flags"), [("h = Neg(x)", {True, False}), ("h = Reshape(x, bad)", {True})])
+def test_flags_that_the_model_does_not_run_with_are_left_out(other: str, flags: set[bool]) -> None:
+    source = model(f"""g (float[2,3] x, bool c) => (float[2,3] y) <int64[1] bad = {{7}}>
+    {{ y = If (c) <then_branch = t () => (float[2,3] a) {{ a = Abs(x) }},
+                   else_branch = e () => (float[2,3] b) {{ {other} b = Identity(h) }}> }}""")
+    session = open_session(source, SessionConfig(provider="cpu", optimization="none"))
+    assert {bool(sample["c"]) for sample in choose(source, session, None)} == flags
 
 
 @pytest.mark.parametrize(
