@@ -13,6 +13,7 @@ class FoldSequences(ir.passes.InPlacePass):
        are the sizes of the pieces (or the size of the split dimension).
     2. ConcatFromSequence of a SequenceConstruct becomes a Concat.
     3. Sequences that nothing reads any more go. PyTorch's exporters write them for chunk, split and stack.
+    4. A graph output keeps its name, through an Identity where its value has another one.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -25,15 +26,13 @@ class FoldSequences(ir.passes.InPlacePass):
             if node.op_type == "SequenceConstruct":
                 pieces[node.outputs[0]] = [value for value in node.inputs if value is not None]
             elif node.op_type == "SplitToSequence":
-                found = _split(model.graph, node)
+                found = _split(model.graph, node) if _folds(node.outputs[0]) else []
                 if found:
                     pieces[node.outputs[0]] = found
             elif node.op_type == "SequenceAt" and sequence in pieces:
                 position = _constant(node.inputs[1])
                 if position is not None:
-                    node.outputs[0].replace_all_uses_with(
-                        pieces[sequence][int(position.reshape(()))], replace_graph_outputs=True
-                    )
+                    _stand_in(model.graph, node, pieces[sequence][int(position.reshape(()))])
                     folded.append(node)
             elif node.op_type == "ConcatFromSequence" and sequence in pieces:
                 _concat(model.graph, node, pieces[sequence])
@@ -50,6 +49,33 @@ class FoldSequences(ir.passes.InPlacePass):
 def _constant(value: ir.Value | None) -> np.ndarray | None:
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
+
+
+def _folds(sequence: ir.Value) -> bool:
+    """Whether a node of the same graph reads a known piece of a sequence, or joins it."""
+    maker = sequence.producer()
+    return any(
+        node.domain == ""
+        and maker is not None
+        and node.graph is maker.graph
+        and (
+            node.op_type == "ConcatFromSequence"
+            or (node.op_type == "SequenceAt" and _constant(node.inputs[1]) is not None)
+        )
+        for node, _ in sequence.uses()
+    )
+
+
+def _stand_in(graph: ir.Graph, node: ir.Node, piece: ir.Value) -> None:
+    """Read `piece` in the place of what `node` yields, whose name it gets if that is an output of the graph."""
+    result = node.outputs[0]
+    if result.is_graph_output():
+        copy = ir.node("Identity", [piece], name=node.name)
+        graph.insert_before(node, copy)
+        piece = copy.outputs[0]
+        own, result.name = result.name, None
+        piece.name, piece.type, piece.shape = own, result.type, result.shape
+    result.replace_all_uses_with(piece, replace_graph_outputs=True)
 
 
 def _split(graph: ir.Graph, node: ir.Node) -> list[ir.Value]:

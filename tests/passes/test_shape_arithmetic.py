@@ -48,6 +48,25 @@ CASES = {
         { a = Neg(x) s = SequenceConstruct(x, a) y = ConcatFromSequence<axis=1, new_axis=1>(s) }""",
         ["Neg", "Unsqueeze", "Unsqueeze", "Concat"],
     ),
+    "pieces that are outputs": (
+        FoldSequences,
+        """g (float[B, 6] x) => (float[B, 3] y, float[B, 3] z, float[B, 3] u)
+        { three = Constant<value = int64 {3}>() q = SplitToSequence<axis=1>(x, three) i = Constant<value = int64 {0}>()
+          y = SequenceAt(q, i) z = Identity(y) u = SequenceAt(q, i) }""",
+        ["Split", "Identity", "Identity", "Identity"],
+    ),
+    "an output and an input": (
+        FoldSequences,
+        """g (float[B, 6] x) => (float[B, 6] y)
+        { s = SequenceConstruct(x, x) i = Constant<value = int64 {1}>() y = SequenceAt(s, i) }""",
+        ["Identity"],
+    ),
+    "a piece that is asked for, read as one": (
+        FoldSequences,
+        """g (float[B, 6] x, int64 i) => (float[B, 3] y)
+        { three = Constant<value = int64 {3}>() q = SplitToSequence<axis=1>(x, three) y = SequenceAt(q, i) }""",
+        ["SplitToSequence", "SequenceAt"],
+    ),
     "a sequence that is read as one": (
         FoldSequences,
         """g (float[B, 6] x, int64 i) => (float[B, 6] y)
@@ -63,11 +82,14 @@ def test_same_results(name):
     proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 18]> {text}')
     model = ir.from_proto(proto)
     infer(model)
+    counts = len(model.graph), len(model.graph.initializers)
     changed = make()(model).modified
+    assert changed or counts == (len(model.graph), len(model.graph.initializers))
     RemoveUnusedNodesPass()(model)
     model.graph.sort()
     result = ir.to_proto(model)
     onnx.checker.check_model(result, full_check=True)
+    assert [value.name for value in result.graph.output] == [value.name for value in proto.graph.output]
     assert [node.op_type for node in result.graph.node if node.op_type != "Constant"] == expected
     assert changed == ("two free" not in name and "read as one" not in name)
     rng = np.random.default_rng(0)
