@@ -70,7 +70,14 @@ def refuse(model: ir.Model) -> None:
     """
     for item in model_inputs(model):
         if item.dtype is None or (item.dtype.kind not in "fiub" and item.value.dtype != ir.DataType.BFLOAT16):
-            raise UnsupportedError(f"Inputs cannot be made up for {item}: give --data.")
+            held = (
+                "give --data."
+                if item.dtype is not None
+                else (
+                    "no file of --data holds such a value, so call onnxamp.verify from Python with data=[{name: value}]."
+                )
+            )
+            raise UnsupportedError(f"Inputs cannot be made up for {item}: {held}")
 
 
 def _sizes(inputs: list[Input], given: dict[str, int], other: int) -> dict[str, int]:

@@ -11,9 +11,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from click.testing import CliRunner
 from onnx import numpy_helper, parser
 
 import onnxamp
+from onnxamp.cli import cli
 from onnxamp.errors import DataError, ModelError, UnsupportedError, UsageError
 from onnxamp.evidence import Tolerance, VerifyResult, verify
 from onnxamp.evidence.calibration import calibrate
@@ -190,6 +192,15 @@ def test_an_operator_of_another_library_is_named_with_its_file(tmp_path: pathlib
     for act in (lambda: verify(path, path), lambda: calibrate(path), lambda: calibrate(path, SMALL)):
         with pytest.raises(UnsupportedError, match=r"weird\.onnx cannot run.* acme\.Weird.*no --verify"):
             act()
+
+
+def test_convert_finds_out_before_it_converts_that_inputs_cannot_be_made_up(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "sequence.onnx"
+    onnx.save(proto("g (seq(float[N,4]) s) => (float[M,4] y) { y = ConcatFromSequence <axis = 0> (s) }"), path)
+    ran = CliRunner().invoke(cli, ["convert", str(path), "--verify"])
+    assert isinstance(ran.exception, UnsupportedError)
+    assert "onnxamp.verify from Python" in str(ran.exception)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 MISMATCH = {
