@@ -110,6 +110,11 @@ def command(
     if headroom is not None:
         choices["headroom"] = headroom
     read = [model, data, calibrate, choices["policy"]]
+    if verified and data is None:
+        from onnxamp.evidence.synthesis import refuse
+        from onnxamp.model.io import load
+
+        refuse(load(model))  # before the work, not behind it
     check_outputs([path, *(_auto.beside(path)[:2] if auto else ())], report, force, read)
     calibration = None
     if calibrate is not None:
