@@ -47,6 +47,13 @@ GRIDS = [
     for padding in ("zeros", "border", "reflection")
     for corners in (0, 1)
     if (mode != "cubic" or (len(shape) == 4 and padding == "zeros"))
+] + [
+    case("GridSample", shape, (2, 3, 2, 2), mode=mode, padding_mode="reflection", align_corners=corners, opset=22, low=-1.3,
+         high=1.4, symbolic="space", oracle=sampled(mode, "reflection", corners), frozen=(1,) if mode == "nearest" else (),
+         note="one pixel")
+    for shape in ((2, 2, 1, 5), (2, 2, 1, 1))
+    for mode in ("linear", "nearest")
+    for corners in (0, 1)
 ]  # fmt: skip
 AFFINE = [
     case("AffineGrid", (2, 2, 3), ints(2, 3, 4, 5), align_corners=corners, opset=20,
@@ -166,4 +173,4 @@ def test_rule(check_case, case):
 
 
 def test_number_of_cases():
-    assert len(CASES) == 81
+    assert len(CASES) == 89

@@ -124,10 +124,15 @@ def _bring_in(op: Builder, place: ir.Value, size: ir.Value, corners: int) -> ir.
 
 
 def _reflect(op: Builder, place: ir.Value, size: ir.Value, corners: int) -> ir.Value:
-    """`place` reflected at the borders of the map until it lies inside."""
+    """`place` reflected at the borders of the map until it lies inside.
+
+    Between the centres of a single pixel there is nothing to reflect in: every place is 0.
+    """
     low = 0.0 if corners else -0.5
     span = op.Sub(size, 1.0) if corners else size
     distance = op.Abs(op.Sub(place, low))
+    if corners:
+        distance, span = op.mask(op.Greater(span, 0.0), distance), op.Max(span, 1.0)
     folds = op.Floor(op.Div(distance, span))
     rest = op.Sub(distance, op.Mul(folds, span))
     odd = op.Greater(op.Sub(folds, op.Mul(op.Floor(op.Mul(folds, 0.5)), 2.0)), 0.5)
