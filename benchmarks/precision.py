@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import io
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -65,13 +67,13 @@ def run(
     order = np.random.default_rng(0).permutation(len(pictures))
     rows = {"image": pictures[order].astype(np.float32), "labels": labels[order].astype(np.int64)}
     train, test = ({name: value[part] for name, value in rows.items()} for part in (slice(cut), slice(cut, None)))
-    path = f"/tmp/onnxamp_precision_{pictures.shape[-1]}.onnx"
-    with open(path, "wb") as file:
-        file.write(export(cnn(pictures.shape[-1], seed), pictures.shape[1:]))
     windows = epochs * -(-cut // 64)
-    bundle = build(
-        path, loss="cross_entropy", optimizer=AdamW(lr=3e-3), schedule=Cosine(windows), level=level, dtype=dtype
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "cnn.onnx")
+        path.write_bytes(export(cnn(pictures.shape[-1], seed), pictures.shape[1:]))
+        bundle = build(
+            path, loss="cross_entropy", optimizer=AdamW(lr=3e-3), schedule=Cosine(windows), level=level, dtype=dtype
+        )
     trainer = onnxamp.Trainer(bundle, "cpu", accumulate=2, threads=1)
     history = trainer.fit(train, epochs=epochs, batch_size=32, val=test, metrics=["accuracy"], seed=seed)
     tail = [loss for loss in history.losses[-windows // epochs :] if np.isfinite(loss)]

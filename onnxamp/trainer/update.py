@@ -24,9 +24,12 @@ _PIECES = 1 << 12
 class Update:
     """Runs update.onnx over all segments.
 
-    On the CPU four things make it several times faster. The segments are cut into pieces that fit the cache. The pieces
-    are shared out to threads, so that no node waits for another thread. And a window that is not applied does not run at
-    all, so that the graph needs no selections. And where the runtime can add a scaled tensor in one pass, it does.
+    On the CPU four things make it several times faster:
+
+    1. The segments are cut into pieces that fit the cache.
+    2. The pieces are shared out to threads, so that no node waits for another thread.
+    3. A window that is not applied does not run at all, so that the graph needs no selections.
+    4. Where the runtime can add a scaled tensor in one pass, it does.
 
     Args:
         model: The graph.
