@@ -86,7 +86,7 @@ class Session:
     def _collective(self) -> Collective:
         if not distributed.launched():
             return SingleProcess()
-        device = find_device(self.options["provider"])
+        device = find_device(self.options["provider"], distributed.local_rank())
         return distributed.TorchCollective("nccl" if device.memory == "cuda" else "gloo", self.options["rank_timeout"])
 
     def _leave(self, reason: str = "", problem: BaseException | None = None) -> None:

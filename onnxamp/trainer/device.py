@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from onnxamp.errors import UsageError
+from onnxamp.errors import RuntimeMissingError, UsageError
 from onnxamp.ort import cuda
 from onnxamp.ort.cuda import Stream
 from onnxamp.ort.providers import provider_list, short_name
@@ -41,12 +42,21 @@ class Device:
         """On CUDA the stream that all sessions of a trainer share."""
         return Stream(self.id) if self.provider == "cuda" else None
 
-    def options(self, stream: Stream | None) -> dict[str, str]:
-        """Provider options that put sessions on this device and on `stream`."""
-        if self.memory == "cpu":
-            return {}
-        own = {"device_id": str(self.id)}
-        return own if stream is None else {**own, "user_compute_stream": str(stream.pointer)}
+    def options(self, stream: Stream | None, others: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Provider options that put sessions on this device and on `stream`, and `others` beside them.
+
+        Raises:
+            UsageError: `others` has an option of these: the state lies on this device, and is in order on this stream only.
+        """
+        own = {} if self.memory == "cpu" else {"device_id": str(self.id)}
+        if stream is not None:
+            own["user_compute_stream"] = str(stream.pointer)
+        for name in own.keys() & (others or {}).keys():
+            raise UsageError(
+                f"The provider option {name} is the trainer's own (it takes device {self.id}, that of its local rank): leave it "
+                "out, and choose the devices that it sees with CUDA_VISIBLE_DEVICES or its like."
+            )
+        return {**own, **(others or {})}
 
     def expectation(self, dtype: str) -> str | None:
         """What to expect of a 16-bit type here, if it is less than on other devices."""
@@ -83,6 +93,20 @@ def usable_threads(threads: int, processes: int = 1) -> int:
     return threads or (max(1, processors() // processes) if processes > 1 else 0)
 
 
+def require_gpu(local_rank: int) -> None:
+    """Ask for an NVIDIA GPU for each process of this machine.
+
+    Raises:
+        RuntimeMissingError: There are fewer, or there is no driver.
+    """
+    count = len(cuda.driver().gpus())
+    if local_rank >= count:
+        raise RuntimeMissingError(
+            f"There is no GPU for local rank {local_rank}: this machine shows {count} to its processes, and each takes one; start "
+            f"at most {count} on it (`torchrun --nproc-per-node {count}`)."
+        )
+
+
 def find_device(provider: str, local_rank: int = 0) -> Device:
     """The device that sessions asked for by `provider` run on; ``auto`` may have to fall back to the CPU.
 
@@ -92,7 +116,7 @@ def find_device(provider: str, local_rank: int = 0) -> Device:
 
     Raises:
         UsageError: No such provider exists.
-        RuntimeMissingError: The installed runtime does not have it.
+        RuntimeMissingError: The installed runtime does not have it, or there is no GPU for this process.
     """
     name = short_name(provider_list(provider)[0])
     if provider == "auto" and name != "cpu":
@@ -100,5 +124,7 @@ def find_device(provider: str, local_rank: int = 0) -> Device:
         graph = ir.Graph([x], [y], nodes=[ir.node("Neg", [x], outputs=[y])], opset_imports={"": 21}, name="probe")
         session = open_session(ir.Model(graph, ir_version=10), SessionConfig(provider))
         name = short_name(session.get_providers()[0])
+    if name == "cuda":
+        require_gpu(local_rank)
     memory = _MEMORY.get(name, "cpu")
     return Device(name, memory, name in _COMPUTES_LOW, local_rank if memory != "cpu" else 0)

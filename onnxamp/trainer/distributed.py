@@ -14,12 +14,21 @@ import numpy as np
 
 from onnxamp.errors import RankLostError, RuntimeMissingError
 from onnxamp.ort.values import View
+from onnxamp.trainer.device import require_gpu
 
 TIMEOUT = 600.0
 """Seconds that a rank may be silent; that a process has ended is noticed at once."""
 # A rank that ends leaves its last words; those that notice first give it so many seconds to do so.
 _LAST_WORDS_SECONDS = 2.0
 _LAST_WORDS = "onnxamp/last_words"
+# How gloo and NCCL speak of a connection that is gone, and of what is this rank's own fault though it shows in an exchange.
+_UNREACHABLE = re.compile(r"connection|peer|pipe|socket|time[ds]? ?out|ncclRemoteError|ncclSystemError", re.IGNORECASE)
+_OWN_FAULT = re.compile(r"out of memory|CUDA error|ncclInvalid|ncclUnhandledCudaError", re.IGNORECASE)
+
+
+def local_rank() -> int:
+    """This process's number on its machine, as the launcher has given it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def launched() -> bool:
@@ -35,7 +44,8 @@ class TorchCollective:
         timeout: Seconds that a rank may be silent before the others give up.
 
     Raises:
-        RuntimeMissingError: PyTorch is not installed, or the process was not started by `torchrun` or its like.
+        RuntimeMissingError: PyTorch is not installed, the process was not started by `torchrun` or its like, or there is no GPU
+            for it (``nccl``).
     """
 
     def __init__(self, backend: str | None = None, timeout: float = TIMEOUT) -> None:
@@ -52,6 +62,8 @@ class TorchCollective:
         self._distributed: Any = distributed
         self._store: Any = None
         if not distributed.is_initialized():
+            if backend == "nccl":
+                require_gpu(self.local_rank)
             limit = datetime.timedelta(seconds=timeout)
             try:
                 self._store, rank, size = next(distributed.rendezvous("env://", timeout=limit))
@@ -76,7 +88,7 @@ class TorchCollective:
     @property
     def local_rank(self) -> int:
         """This process's number on its machine."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return local_rank()
 
     @property
     def local_world_size(self) -> int:
@@ -85,16 +97,17 @@ class TorchCollective:
 
     def all_reduce(self, memory: View, means: int = 0) -> None:
         """Replace `memory` (float32, flat) on every rank by its sum over ranks; its last `means` elements by their mean."""
+        tensor = self._tensor(memory)
+        if means:
+            tensor[-means:] /= self.world_size
         with self._together(memory):
-            tensor = self._tensor(memory)
-            if means:
-                tensor[-means:] /= self.world_size
             self._distributed.all_reduce(tensor)
 
     def broadcast(self, memory: View) -> None:
         """Replace `memory` (float32) on every rank by that of rank 0, in place."""
+        tensor = self._tensor(memory)
         with self._together(memory):
-            self._distributed.broadcast(self._tensor(memory), 0)
+            self._distributed.broadcast(tensor, 0)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -110,18 +123,28 @@ class TorchCollective:
 
     @contextlib.contextmanager
     def _together(self, memory: View | None) -> Iterator[None]:
-        """Around what all ranks do together: waits for the device, and says in one sentence that a rank is gone."""
+        """Around what all ranks do together: waits for the device, and says in one sentence that a rank is gone, or what failed."""
         try:
             yield
             # The runtime works on a stream of its own and does not wait for that of the collective.
             if memory is not None and memory.buffer.device == "cuda":
                 self._torch.cuda.current_stream().synchronize()
         except RuntimeError as problem:
+            if not self._unreachable(problem):
+                raise RuntimeMissingError(
+                    f"The exchange between the {self.world_size} processes failed on rank {self.rank} ({_line(problem)})."
+                ) from problem
             said = self._last_words()
             why = f"it said: {said}" if said else _line(problem)
             raise RankLostError(
                 f"One of the {self.world_size} processes has ended or does not answer ({why}), so rank {self.rank} stops too."
             ) from problem
+
+    def _unreachable(self, problem: RuntimeError) -> bool:
+        """Whether an exchange failed because another rank has ended or does not answer: gloo has no type of its own for that."""
+        text = str(problem)
+        communicates = isinstance(problem, self._distributed.DistError) or _UNREACHABLE.search(text) is not None
+        return communicates and _OWN_FAULT.search(text) is None
 
     def _last_words(self) -> str:
         """What a rank said when it ended; nothing if it was killed."""

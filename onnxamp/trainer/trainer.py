@@ -60,7 +60,7 @@ class Trainer:
 
     Raises:
         RuntimeMissingError: The runtime, the provider or the memory is not there.
-        UsageError: `accumulate` is not positive, or `threads` is negative.
+        UsageError: `accumulate` is not positive, `threads` is negative, or a provider option is one that the trainer sets.
         ModelError: The bundle is broken.
     """
 
@@ -89,7 +89,7 @@ class Trainer:
         device, device_id, stream = self._device.memory, self._device.id, self._device.stream()
         if self.manifest.level != "O0" and (text := self._device.expectation(self.manifest.dtype)):
             logger.warning("%s", text)
-        options = {**self._device.options(stream), **(provider_options or {})}
+        options = self._device.options(stream, provider_options)
         self._config = SessionConfig(self.provider, threads=threads, memory_pattern=False, provider_options=options)
         self._arenas = Arenas(self.manifest, device, device_id, stream)
         self._arenas.load(self.bundle.state)
