@@ -6,12 +6,15 @@ import socket
 import subprocess
 import sys
 import textwrap
+import types
 
 import numpy as np
 import pytest
 
 from onnxamp import training
-from onnxamp.errors import RuntimeMissingError
+from onnxamp.errors import RankLostError, RuntimeMissingError
+from onnxamp.ort.values import Buffer
+from onnxamp.trainer.arenas import FLOAT
 from onnxamp.trainer.callbacks import EarlyStopping
 from onnxamp.trainer.distributed import TorchCollective
 from onnxamp.trainer.trainer import Trainer
@@ -102,3 +105,58 @@ def test_without_a_launcher_there_is_one_sentence(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RuntimeMissingError, match="start the program with `torchrun"):
         TorchCollective("gloo")
+
+
+GONE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:4242"
+SILENT = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation"
+)
+UNEVEN = (
+    "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"
+)
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, "
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "lost"),
+    [
+        ("RuntimeError", GONE, True),
+        ("RuntimeError", SILENT, True),
+        ("DistBackendError", f"{NCCL}remote process exited or there was a network error, ncclRemoteError", True),
+        ("DistNetworkError", "The client socket has failed to connect", True),
+        ("RuntimeError", UNEVEN, False),
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", False),
+        (
+            "DistBackendError",
+            f"{NCCL}unhandled cuda error, ncclUnhandledCudaError: Call to CUDA function failed",
+            False,
+        ),
+        ("DistBackendError", f"{NCCL}invalid usage, ncclInvalidUsage: Duplicate GPU detected", False),
+    ],
+)
+def test_only_a_lost_connection_is_a_lost_rank(kind, text, lost):
+    import torch
+    import torch.distributed as distributed
+
+    error = getattr(distributed, kind, None) or getattr(torch, kind, RuntimeError)
+
+    def fail(*_):
+        raise error(text)
+
+    collective = object.__new__(TorchCollective)
+    collective._torch, collective._store = torch, None
+    collective._distributed = types.SimpleNamespace(
+        DistError=distributed.DistError,
+        get_rank=lambda: 0,
+        get_world_size=lambda: 2,
+        all_reduce=fail,
+        broadcast=fail,
+        barrier=fail,
+    )
+    memory = Buffer(8).view(0, (2,), FLOAT)
+    expected, says = (
+        (RankLostError, "One of the 2 processes has ended") if lost else (RuntimeMissingError, "failed on rank 0")
+    )
+    for work in (lambda: collective.all_reduce(memory), lambda: collective.broadcast(memory), collective.barrier):
+        with pytest.raises(expected, match=says):
+            work()
