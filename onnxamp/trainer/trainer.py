@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -396,7 +397,7 @@ class Trainer:
         """
         found, state, progress = checkpoint.read_with_bundle(Path(path), bundle)
         trainer = cls(
-            found,
+            dataclasses.replace(found, state=state),  # so that ranks that join hand each other this state alone
             provider,
             progress.accumulate,
             threads=threads,
@@ -404,9 +405,8 @@ class Trainer:
             collective=collective,
             provider_options=provider_options,
         )
+        trainer.bundle = found
         checkpoint.warn_of_differences(progress.environment, trainer._environment)
-        trainer._arenas.load(state)
-        trainer.join(trainer.collective)
         # The gradients of a window that is open are rank 0's to contribute.
         own = None if trainer.collective.rank == 0 else 0
         trainer._loop.restore(Window(progress.micro_steps, progress.rows, progress.nan, own))

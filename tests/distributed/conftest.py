@@ -80,7 +80,7 @@ class ThreadRank:
         self.rank = self.local_rank = rank
         self.world_size = self.local_world_size = group.size
         self.group = group
-        self.reduced = 0
+        self.reduced = self.received = 0
 
     def _exchange(self, value):
         try:
@@ -101,6 +101,7 @@ class ThreadRank:
         memory.write(total)
 
     def broadcast(self, memory):
+        self.received += memory.nbytes
         memory.write(self._exchange(memory.read())[0])
 
     def barrier(self):

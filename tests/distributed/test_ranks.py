@@ -161,7 +161,9 @@ def test_a_window_that_is_open_goes_on_with_more_ranks(mlp, rows, ranks, tmp_pat
     path = checkpoints(tmp_path)[-1]
 
     def work(trainer):
+        assert trainer.collective.received == trainer.state_bytes
         loaded = Trainer.load(path, "cpu", bundle=bundle, threads=1, collective=trainer.collective)
+        assert trainer.collective.received == trainer.state_bytes + loaded.state_bytes  # once, not twice
         assert loaded._loop.window.micro_steps == 1
         size = loaded.regroup(4)
         assert (size, loaded.accumulate) == (
