@@ -17,9 +17,9 @@ from onnxamp.autodiff.parameters import Parameters, classify
 from onnxamp.dtypes import low_type
 from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model import io
-from onnxamp.ort import gradient_builder
 from onnxamp.policy.options import Options, matches
 from onnxamp.training import batch_norm, choices, ort_training, parameters
+from onnxamp.training.arguments import Arguments, name_patterns, positive
 from onnxamp.training.bundle import Bundle, content_digest
 from onnxamp.training.forward import Forward, prepare
 from onnxamp.training.gradients import GradGraph, Task, eval_graph, grad_graph
@@ -32,7 +32,6 @@ from onnxamp.training.loss_model import PREFIX
 from onnxamp.training.losses import LossModel
 from onnxamp.training.manifest import Manifest
 from onnxamp.training.recompute import Recomputed
-from onnxamp.training.scaler import LossScale
 from onnxamp.training.steps import Recipe, reduce_graph, update_graph
 
 PATIENCE = 50
@@ -109,82 +108,40 @@ def build(
         ModelError: The model is damaged.
         UnsupportedError: Something on the way to the loss has no gradient; all such nodes are named.
     """
-    arguments = _Arguments(
+    arguments = Arguments(
         loss=choices.loss(loss),
         optimizer=choices.optimizer(optimizer),
         scale=choices.loss_scale(loss_scale, level, dtype),
         schedule=choices.schedule(schedule),
         groups=make_groups(groups),
-        trainable=_patterns(trainable),
-        frozen=_patterns(frozen),
+        trainable=name_patterns(trainable),
+        frozen=name_patterns(frozen),
         amp=Options(
             level=level,
             dtype=dtype,
             target=target,
-            keep=_patterns(keep),
-            keep_op=_patterns(keep_op),
-            lower=_patterns(lower),
-            lower_op=_patterns(lower_op),
+            keep=name_patterns(keep),
+            keep_op=name_patterns(keep_op),
+            lower=name_patterns(lower),
+            lower_op=name_patterns(lower_op),
             weights="cast",
             dim=tuple((dim or {}).items()),
         ),
         batch_norm=batch_norm,
         overflow=overflow,
-        clip_norm=_positive("clip_norm", clip_norm),
-        clip_value=_positive("clip_value", clip_value),
+        clip_norm=positive("clip_norm", clip_norm),
+        clip_value=positive("clip_value", clip_value),
         ema=ema,
         seed=seed,
         output=output,
         lora=make_lora(lora),
-        memory_budget=None if memory_budget is None else int(_positive("memory_budget", memory_budget) or 0),
+        memory_budget=None if memory_budget is None else int(positive("memory_budget", memory_budget) or 0),
         engine=engine,
     )
     return _build(io.load(model), arguments)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Arguments:
-    loss: Any
-    optimizer: Any
-    scale: LossScale
-    schedule: Any
-    groups: tuple[Group, ...]
-    trainable: tuple[str, ...]
-    frozen: tuple[str, ...]
-    amp: Options
-    batch_norm: str
-    overflow: str
-    clip_norm: float | None
-    clip_value: float | None
-    ema: float | None
-    seed: int
-    output: str | None
-    lora: Lora | None
-    memory_budget: int | None
-    engine: str
-
-    def __post_init__(self) -> None:
-        if self.batch_norm not in ("auto", "window", "freeze"):
-            raise UsageError(f"Unknown batch_norm {self.batch_norm!r}: use auto, window or freeze.")
-        if self.overflow not in ("window", "micro"):
-            raise UsageError(f"Unknown overflow {self.overflow!r}: use window or micro.")
-        if self.overflow == "micro" and not self.scale.drops:
-            raise UsageError(
-                "overflow='micro' drops what overflows and drop_overflow_update=False does not: choose one."
-            )
-        if self.engine not in ("native", "ort-training"):
-            raise UsageError(f"Unknown engine {self.engine!r}: use native or ort-training.")
-        if self.engine == "ort-training":
-            gradient_builder.require()
-        if self.memory_budget is not None and self.engine != "native":
-            raise UsageError("memory_budget belongs to the native engine: leave one of them out.")
-        if self.ema is not None and not 0 <= self.ema < 1:
-            raise UsageError(f"ema is {self.ema}: it must be at least 0 and below 1.")
-        if not -(2**63) <= self.seed < 2**63:
-            raise UsageError(f"seed is {self.seed}: it must fit into 64 bits.")
-
-
-def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
+def _build(source: ir.Model, arguments: Arguments) -> Bundle:
     forward = prepare(source, arguments.loss, arguments.output)
     if arguments.engine == "ort-training":
         ort_training.check(forward.model.graph)
@@ -193,18 +150,7 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
     found = classify(forward.model)
     chosen, frozen = _choose(forward, found, arguments)
     norms = _trained_norms(forward.model.graph, chosen, arguments.batch_norm)
-    model, notes = forward.model, [*forward.notes, *unadapted]
-    if arguments.amp.level != "O0":
-        amp = arguments.amp
-        if isinstance(forward.loss, LossModel):  # the loss is FP32 at every level
-            amp = dataclasses.replace(amp, keep=(*amp.keep, f"{PREFIX}*"))
-        converted = conversion.mixed(forward.model, amp)
-        model = converted.model
-        if (
-            arguments.engine == "ort-training"
-        ):  # its kernels of 16 bits are those of the CPU: each result is rounded instead
-            model = ort_training.rounded(model)
-        notes += converted.held_by_opset
+    model, held = _mixed(forward, arguments)
     task = Task(
         model=model,
         loss=arguments.loss,
@@ -232,21 +178,6 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
     evaluation, eval_ports = eval_graph(trained, [name for name, _ in grad.statistics])
     reduction, reduce_ports = reduce_graph(recipe, layout)
     update, update_ports = update_graph(recipe, reduce_ports)
-    # A single number is hardly ever a parameter: no word about those.
-    unsure = [p.name for p in found.unsure if p.size > 1 and frozen.get(p.name, "").startswith(_UNSURE)]
-    if unsure:
-        tensors = "float tensor is" if len(unsure) == 1 else "float tensors are"
-        notes.append(
-            f"{len(unsure)} {tensors} not trained: {_few(unsure)} (--trainable {unsure[0]} trains it; `onnxamp check` "
-            "lists all)."
-        )
-    if unreached:
-        notes.append(f"{len(unreached)} parameters do not reach the loss and stay as they are: {_few(unreached)}.")
-    tied = [name for name in trained.parameters if name in found.tied]
-    if tied:
-        notes.append(f"{len(tied)} parameters are read by several nodes and train as one each: {_few(tied)}.")
-    if grad.recomputed is not None:
-        notes.append(_recompute_note(grad.recomputed))
     manifest = Manifest(
         level=arguments.amp.level,
         dtype=arguments.amp.dtype,
@@ -262,9 +193,9 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
         labels=grad.labels,
         rows=forward.rows,
         frozen=frozen | dict.fromkeys(unreached, "does not reach the loss"),
-        options=_options(arguments),
+        options=arguments.to_json(),
         limits={"floor": arguments.scale.lowest, "patience": PATIENCE},
-        notes=tuple(notes),
+        notes=(*forward.notes, *unadapted, *held, *_notes(found, grad, frozen, unreached)),
         adapters=adapters,
     )
     graphs = {"grad": grad.model, "reduce": reduction, "update": update, "eval": evaluation}
@@ -274,7 +205,20 @@ def _build(source: ir.Model, arguments: _Arguments) -> Bundle:
     return Bundle(graphs, state, manifest, source, loss_model=loss_model)
 
 
-def _choose(forward: Forward, found: Parameters, arguments: _Arguments) -> tuple[tuple[str, ...], dict[str, str]]:
+def _mixed(forward: Forward, arguments: Arguments) -> tuple[ir.Model, tuple[str, ...]]:
+    """The model at its level, and what a user should know about that."""
+    amp = arguments.amp
+    if amp.level == "O0":
+        return forward.model, ()
+    if isinstance(forward.loss, LossModel):  # the loss is FP32 at every level
+        amp = dataclasses.replace(amp, keep=(*amp.keep, f"{PREFIX}*"))
+    converted = conversion.mixed(forward.model, amp)
+    if arguments.engine == "ort-training":  # its 16-bit kernels are those of the CPU: each result is rounded instead
+        return ort_training.rounded(converted.model), converted.held_by_opset
+    return converted.model, converted.held_by_opset
+
+
+def _choose(forward: Forward, found: Parameters, arguments: Arguments) -> tuple[tuple[str, ...], dict[str, str]]:
     """Names of the parameters that train, and why the others do not."""
     possible = [parameter for parameter in (*found.trainable, *found.unsure, *found.frozen) if parameter.uses]
     names = [parameter.name for parameter in possible]
@@ -327,7 +271,28 @@ def _trained_norms(graph: ir.Graph, chosen: Sequence[str], mode: str) -> list[st
     ]
 
 
-def _steps(grad: GradGraph, arguments: _Arguments) -> tuple[Layout, Recipe]:
+def _notes(found: Parameters, grad: GradGraph, frozen: Mapping[str, str], unreached: Sequence[str]) -> list[str]:
+    """What a user should know about what trains, and what is computed twice."""
+    notes = []
+    # A single number is hardly ever a parameter: no word about those.
+    unsure = [p.name for p in found.unsure if p.size > 1 and frozen.get(p.name, "").startswith(_UNSURE)]
+    if unsure:
+        tensors = "float tensor is" if len(unsure) == 1 else "float tensors are"
+        notes.append(
+            f"{len(unsure)} {tensors} not trained: {_few(unsure)} (--trainable {unsure[0]} trains it; `onnxamp check` "
+            "lists all)."
+        )
+    if unreached:
+        notes.append(f"{len(unreached)} parameters do not reach the loss and stay as they are: {_few(unreached)}.")
+    tied = [entry.name for entry in grad.entries if entry.name in found.tied]
+    if tied:
+        notes.append(f"{len(tied)} parameters are read by several nodes and train as one each: {_few(tied)}.")
+    if grad.recomputed is not None:
+        notes.append(_recompute_note(grad.recomputed))
+    return notes
+
+
+def _steps(grad: GradGraph, arguments: Arguments) -> tuple[Layout, Recipe]:
     """Where the state lies, and what a step computes."""
     lows = {entry.low.dtype for entry in grad.entries if entry.low is not None}
     if len(lows) > 1:
@@ -360,7 +325,7 @@ def _steps(grad: GradGraph, arguments: _Arguments) -> tuple[Layout, Recipe]:
     return layout, recipe
 
 
-def _state(graph: ir.Graph, layout: Layout, arguments: _Arguments) -> dict[str, np.ndarray]:
+def _state(graph: ir.Graph, layout: Layout, arguments: Arguments) -> dict[str, np.ndarray]:
     """Initial values by key; what is absent starts as zeros."""
     scale, tracker, hysteresis = arguments.scale.initial
     state: dict[str, np.ndarray] = {
@@ -380,42 +345,6 @@ def _state(graph: ir.Graph, layout: Layout, arguments: _Arguments) -> dict[str, 
     return state
 
 
-def _options(arguments: _Arguments) -> dict[str, Any]:
-    """The arguments of `build` in JSON form."""
-    return {
-        "loss": choices.to_json(arguments.loss),
-        "optimizer": choices.to_json(arguments.optimizer),
-        "schedule": choices.to_json(arguments.schedule),
-        "loss_scale": choices.to_json(arguments.scale),
-        "groups": [
-            {**dataclasses.asdict(group), "match": group.match if isinstance(group.match, str) else list(group.match)}
-            for group in arguments.groups[:-1]
-        ],
-        "trainable": list(arguments.trainable),
-        "frozen": list(arguments.frozen),
-        "level": arguments.amp.level,
-        "dtype": arguments.amp.dtype,
-        "target": arguments.amp.target,
-        "keep": list(arguments.amp.keep),
-        "keep_op": list(arguments.amp.keep_op),
-        "lower": list(arguments.amp.lower),
-        "lower_op": list(arguments.amp.lower_op),
-        "clip_norm": arguments.clip_norm,
-        "clip_value": arguments.clip_value,
-        "batch_norm": arguments.batch_norm,
-        "overflow": arguments.overflow,
-        "ema": arguments.ema,
-        "seed": arguments.seed,
-        "output": arguments.output,
-        "memory_budget": arguments.memory_budget,
-        "dim": dict(arguments.amp.dim),
-        "lora": None
-        if arguments.lora is None
-        else {**dataclasses.asdict(arguments.lora), "target": list(arguments.lora.patterns)},
-        "engine": arguments.engine,
-    }
-
-
 def _recompute_note(done: Recomputed) -> str:
     known = ", ".join(f"{name}={size}" for name, size in done.sizes.items())
     assumed = f" (modelled for {known})" if known else " (modelled)"
@@ -425,18 +354,6 @@ def _recompute_note(done: Recomputed) -> str:
         f"Activations take {done.after:,} bytes instead of {done.before:,}{assumed}: {done.segments} segments are computed twice, about "
         f"{done.work:.0%} more work in a step."
     )
-
-
-def _patterns(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
-    if patterns is None:
-        return ()
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
-
-
-def _positive(name: str, value: float | None) -> float | None:
-    if value is not None and not value > 0:
-        raise UsageError(f"{name} is {value}: it must be above 0.")
-    return value
 
 
 def _few(names: Sequence[str]) -> str:
