@@ -27,7 +27,6 @@ NOT_RUN = {
     "test_scatter_elements_with_duplicate_indices": "ONNX Runtime's CPU kernel reduces no fp16, which it says only when run",
     "test_scatter_elements_with_reduction": "the same",
     "test_scatternd_": "the same",
-    "test_mvn": "ONNX Runtime's own expansion of MeanVarianceNormalization mixes fp16 and fp32",
     "test_melweightmatrix": "ONNX Runtime runs it in fp32 and then misses that its attribute says fp16",
 }
 NOT_CLOSE = {
