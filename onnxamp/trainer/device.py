@@ -14,6 +14,9 @@ from onnxamp.ort import cuda
 from onnxamp.ort.cuda import Stream
 from onnxamp.ort.providers import provider_list, short_name
 from onnxamp.ort.session import SessionConfig, open_session
+from onnxamp.passes.emulate import emulate
+from onnxamp.training.bundle import Bundle
+from onnxamp.training.manifest import Manifest
 
 logger = logging.getLogger("onnxamp")
 
@@ -58,6 +61,12 @@ class Device:
             )
         return {**own, **(others or {})}
 
+    def graph(self, bundle: Bundle, name: str) -> ir.Model:
+        """A graph of the bundle as this device is to run it."""
+        graph, manifest = bundle.graphs[name], bundle.manifest
+        low = manifest.level != "O0" and name in ("grad", "eval") and not emulated(manifest)
+        return emulate(graph) if low and not self.computes_low else graph
+
     def expectation(self, dtype: str) -> str | None:
         """What to expect of a 16-bit type here, if it is less than on other devices."""
         if self.provider != "cuda":
@@ -65,6 +74,11 @@ class Device:
         gpu = cuda.driver().gpus()[self.id]
         text = cuda.expectation(gpu.capability, dtype)
         return text and f"{gpu.name}: {text}."
+
+
+def emulated(manifest: Manifest) -> bool:
+    """Whether the bundle's own graphs round each result, instead of computing in 16 bits."""
+    return manifest.options.get("engine") == "ort-training"
 
 
 def processors() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,25 +16,23 @@ from numpy.typing import NDArray
 from onnxamp.errors import UsageError
 from onnxamp.ort import gradient_builder
 from onnxamp.ort.session import SessionConfig
-from onnxamp.ort.values import Buffer, View
-from onnxamp.passes.emulate import emulate
+from onnxamp.ort.values import Buffer
 from onnxamp.trainer import checkpoint
 from onnxamp.trainer.arenas import FLOAT, Arenas, numpy_dtype
 from onnxamp.trainer.batch import BatchCheck
 from onnxamp.trainer.collective import Collective, SingleProcess, divided
 from onnxamp.trainer.data import Field
-from onnxamp.trainer.device import find_device, usable_threads
-from onnxamp.trainer.evaluator import Evaluator, without_loss
+from onnxamp.trainer.device import emulated, find_device, usable_threads
+from onnxamp.trainer.evaluation import Evaluation
 from onnxamp.trainer.fit import History, fit
 from onnxamp.trainer.gradient import Gradient
 from onnxamp.trainer.inference import Trained
 from onnxamp.trainer.loop import Loop, StepResult, Window
 from onnxamp.trainer.metrics import Metric, metrics_of
-from onnxamp.trainer.outputs import joined, label_name, metric_options, prediction
+from onnxamp.trainer.outputs import metric_options
 from onnxamp.trainer.program import Place, Program, Results, segment_scalars
 from onnxamp.trainer.update import Update
 from onnxamp.training.bundle import Bundle
-from onnxamp.training.evaluation import evaluation_graph
 from onnxamp.training.manifest import Port
 
 logger = logging.getLogger("onnxamp")
@@ -82,7 +79,7 @@ class Trainer:
         self.manifest = self.bundle.manifest
         self.position: dict[str, Any] = {}
         self.collective: Collective = collective or SingleProcess()
-        if self._emulated:
+        if emulated(self.manifest):
             gradient_builder.require()  # its operators are in no other runtime
         self._device = find_device(provider, self.collective.local_rank)
         self.provider = self._device.provider
@@ -103,13 +100,14 @@ class Trainer:
             segment_scalars(self.manifest, device, device_id),
         )
         graphs = self.manifest.graphs
-        self._grad = Gradient(self._executable("grad"), graphs["grad"], place)
+        self._grad = Gradient(self._device.graph(self.bundle, "grad"), graphs["grad"], place)
         # Where the state is the host's, its own kernels are the best for what is left, and compilers have nothing to fuse.
         ending = Place(place.arenas, place.results, self._config.on_cpu(), in_place) if device == "cpu" else place
-        self._reduce = Program(self._executable("reduce"), graphs["reduce"], ending)
-        self._update = Update(self._executable("update"), graphs["update"], place, threads)
+        self._reduce = Program(self._device.graph(self.bundle, "reduce"), graphs["reduce"], ending)
+        self._update = Update(self._device.graph(self.bundle, "update"), graphs["update"], place, threads)
         self._grad.program(accumulate == 1)  # what cannot run here should be said now
         self._check = BatchCheck(self._batch_ports(), self.manifest.rows, self.manifest.labels, self.bundle.input_names)
+        self._evaluation = Evaluation(self.bundle, self._device, self._arenas, self._config, self._check)
         self._loop = Loop(
             self.manifest,
             self._arenas,
@@ -118,7 +116,7 @@ class Trainer:
             self._update,
             accumulate,
             self.collective,
-            self._weight_sum,
+            self._evaluation.weight_sum,
         )
         self.join(self.collective)
 
@@ -255,20 +253,7 @@ class Trainer:
             UsageError: Unknown level, weights or metric.
         """
         measures = metrics_of(metrics, **self.metric_options)
-        evaluator = self._evaluator(weights, level, dtype)
-        for each in measures:
-            each.reset()
-        totals = np.zeros(2)
-        output, label = prediction(self.bundle).name, label_name(self.bundle)
-        for batch in [data] if isinstance(data, Mapping) else data:
-            if measures and label not in batch:
-                raise UsageError("Metrics compare with labels, and the data have none.")
-            outputs = evaluator.run(self._check(batch))
-            totals += evaluator.sums.read()
-            for each in measures:
-                each.update(outputs[output or ""], batch[label], batch.get("weights"))
-        loss = float(totals[0] / totals[1]) if totals[1] else float("nan")
-        values = self._of_rank_0(np.array([loss, *(each.value() for each in measures)]))
+        values = self._of_rank_0(np.array(self._evaluation.evaluate(data, measures, weights, level, dtype)))
         return dict(zip(["loss", *(each.name for each in measures)], map(float, values), strict=True))
 
     def predict(self, data: Batch | Iterable[Batch], *, weights: str = "working") -> dict[str, NDArray[Any]]:
@@ -280,23 +265,7 @@ class Trainer:
             DataError: A batch does not fit, or an output of several batches has no row per input row.
             UsageError: There are no batches, or unknown weights.
         """
-        average = self._average(weights)
-        graph = without_loss(self._executable("eval"), self.manifest.graphs["eval"])
-        evaluator = Evaluator(graph, self.manifest.graphs["eval"], self._arenas, self._config, average=average)
-        check = BatchCheck(
-            self.manifest.graphs["eval"].of_kind("data"), self.manifest.rows, spare=self.bundle.input_names
-        )
-
-        compared = {port.name for port in self.manifest.graphs["eval"].of_kind("labels", "weights")}
-
-        def outputs(batch: Batch) -> tuple[int, dict[str, Any]]:
-            checked = check({name: value for name, value in batch.items() if name not in compared})
-            return checked.rows, evaluator.run(checked)
-
-        found = outputs(data)[1] if isinstance(data, Mapping) else joined(map(outputs, data))
-        if not found:
-            raise UsageError("There are no batches to predict.")
-        return found
+        return self._evaluation.predict(data, weights)
 
     def parameters(self) -> dict[str, NDArray[np.float32]]:
         """Copies of the FP32 parameters, by their names in the user's model."""
@@ -419,50 +388,10 @@ class Trainer:
         known = {port.name for port in trained}
         return (*trained, *(port for port in self.manifest.graphs["eval"].of_kind("data") if port.name not in known))
 
-    def _executable(self, name: str) -> ir.Model:
-        """A graph of the bundle as this provider is to run it."""
-        graph = self.bundle.graphs[name]
-        low = self.manifest.level != "O0" and name in ("grad", "eval") and not self._emulated
-        return emulate(graph) if low and not self._device.computes_low else graph
-
-    @property
-    def _emulated(self) -> bool:
-        """Whether the bundle's own graphs round each result, instead of computing in 16 bits."""
-        return self.manifest.options.get("engine") == "ort-training"
-
-    @functools.cached_property
-    def _working(self) -> Evaluator:
-        return Evaluator(self._executable("eval"), self.manifest.graphs["eval"], self._arenas, self._config)
-
-    def _evaluator(self, weights: str, level: str | None, dtype: str | None) -> Evaluator:
-        if weights == "master" or level is not None:
-            role = "master" if weights == "working" else weights
-            level, dtype = level or "O0", dtype or self.manifest.dtype
-            model = self.inference_model(weights=role)
-            judge = self.trained.loss_model(role)
-            graph, ports = evaluation_graph(model, self.manifest.options, level, dtype, judge)
-            if level != "O0" and not self._device.computes_low:
-                graph = emulate(graph)
-            return Evaluator(graph, ports, self._arenas, self._config)
-        if not self._average(weights):
-            return self._working
-        graph = self._executable("eval")
-        return Evaluator(graph, self.manifest.graphs["eval"], self._arenas, self._config, average=True)
-
-    def _average(self, weights: str) -> bool:
-        if weights not in ("working", "ema"):
-            raise UsageError(f"Unknown weights {weights!r}: use working, master or ema.")
-        return weights == "ema"
-
     @property
     def trained(self) -> Trained:
         """The trained parameters, as `export` takes them."""
         return Trained(self.bundle, self._arenas.values)
-
-    def _weight_sum(self, batch: Any) -> View:
-        self._working.run(batch)
-        sums = self._working.sums
-        return sums.buffer.view(4, (), sums.element_type)
 
     def join(self, collective: Collective) -> None:
         """Train with other processes from now on; every rank begins with the state of rank 0."""

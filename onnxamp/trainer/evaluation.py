@@ -1,0 +1,133 @@
+"""What `Trainer.evaluate` and `Trainer.predict` compute: the loss, metrics and outputs of the state as it is now."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxamp.errors import UsageError
+from onnxamp.ort.session import SessionConfig
+from onnxamp.ort.values import View
+from onnxamp.passes.emulate import emulate
+from onnxamp.trainer.arenas import Arenas
+from onnxamp.trainer.batch import Batch, BatchCheck
+from onnxamp.trainer.device import Device
+from onnxamp.trainer.evaluator import Evaluator, without_loss
+from onnxamp.trainer.inference import Trained
+from onnxamp.trainer.metrics import Metric
+from onnxamp.trainer.outputs import joined, label_name, prediction
+from onnxamp.training.bundle import Bundle
+from onnxamp.training.evaluation import evaluation_graph
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+class Evaluation:
+    """Runs eval.onnx, or what `export` writes, on the state of a run; changes nothing.
+
+    Args:
+        bundle: What is trained.
+        device: Where it runs.
+        arenas: The state.
+        config: How sessions are made.
+        check: What a batch must have.
+    """
+
+    def __init__(
+        self, bundle: Bundle, device: Device, arenas: Arenas, config: SessionConfig, check: BatchCheck
+    ) -> None:
+        self._bundle = dataclasses.replace(bundle, state={})  # the state is what the arenas hold
+        self._ports = bundle.manifest.graphs["eval"]
+        self._device = device
+        self._arenas = arenas
+        self._config = config
+        self._check = check
+
+    def evaluate(
+        self,
+        data: Arrays | Iterable[Arrays],
+        metrics: Sequence[Metric],
+        weights: str = "working",
+        level: str | None = None,
+        dtype: str | None = None,
+    ) -> list[float]:
+        """The mean loss, Σ weighted losses / Σ weights over all rows (NaN if no row has weight), then the metrics.
+
+        Raises:
+            DataError: A batch does not fit.
+            UsageError: Unknown level or weights, or metrics where `data` has no labels.
+        """
+        evaluator = self._evaluator(weights, level, dtype)
+        for each in metrics:
+            each.reset()
+        totals = np.zeros(2)
+        output, label = prediction(self._bundle).name, label_name(self._bundle)
+        for batch in [data] if isinstance(data, Mapping) else data:
+            if metrics and label not in batch:
+                raise UsageError("Metrics compare with labels, and the data have none.")
+            outputs = evaluator.run(self._check(batch))
+            totals += evaluator.sums.read()
+            for each in metrics:
+                each.update(outputs[output or ""], batch[label], batch.get("weights"))
+        loss = float(totals[0] / totals[1]) if totals[1] else float("nan")
+        return [loss, *(each.value() for each in metrics)]
+
+    def predict(self, data: Arrays | Iterable[Arrays], weights: str = "working") -> dict[str, NDArray[Any]]:
+        """The model's outputs by name, joined along the first axis if `data` is an iterable of batches.
+
+        Raises:
+            DataError: A batch does not fit, or an output of several batches has no row per input row.
+            UsageError: There are no batches, or unknown weights.
+        """
+        graph = without_loss(self._device.graph(self._bundle, "eval"), self._ports)
+        evaluator = Evaluator(graph, self._ports, self._arenas, self._config, average=_averages(weights))
+        check = BatchCheck(self._ports.of_kind("data"), self._bundle.manifest.rows, spare=self._bundle.input_names)
+        compared = {port.name for port in self._ports.of_kind("labels", "weights")}
+
+        def outputs(batch: Arrays) -> tuple[int, dict[str, Any]]:
+            checked = check({name: value for name, value in batch.items() if name not in compared})
+            return checked.rows, evaluator.run(checked)
+
+        found = outputs(data)[1] if isinstance(data, Mapping) else joined(map(outputs, data))
+        if not found:
+            raise UsageError("There are no batches to predict.")
+        return found
+
+    def weight_sum(self, batch: Batch) -> View:
+        """The sum of weights of a batch, a float32 scalar on the device."""
+        self._working.run(batch)
+        sums = self._working.sums
+        return sums.buffer.view(4, (), sums.element_type)
+
+    @functools.cached_property
+    def _working(self) -> Evaluator:
+        return Evaluator(self._device.graph(self._bundle, "eval"), self._ports, self._arenas, self._config)
+
+    def _evaluator(self, weights: str, level: str | None, dtype: str | None) -> Evaluator:
+        if weights == "master" or level is not None:
+            return self._exported("master" if weights == "working" else weights, level or "O0", dtype)
+        if not _averages(weights):
+            return self._working
+        graph = self._device.graph(self._bundle, "eval")
+        return Evaluator(graph, self._ports, self._arenas, self._config, average=True)
+
+    def _exported(self, weights: str, level: str, dtype: str | None) -> Evaluator:
+        """What `export` writes at `level`, with the loss behind it."""
+        trained, manifest = Trained(self._bundle, self._arenas.values), self._bundle.manifest
+        model, judge = trained.model(weights=weights), trained.loss_model(weights)
+        graph, ports = evaluation_graph(model, manifest.options, level, dtype or manifest.dtype, judge)
+        if level != "O0" and not self._device.computes_low:
+            graph = emulate(graph)
+        return Evaluator(graph, ports, self._arenas, self._config)
+
+
+def _averages(weights: str) -> bool:
+    """Whether `weights` asks for the moving average of the parameters."""
+    if weights not in ("working", "ema"):
+        raise UsageError(f"Unknown weights {weights!r}: use working, master or ema.")
+    return weights == "ema"
