@@ -44,6 +44,9 @@ class _Carried:
         self.marks = marks
         self.facts = marks.facts
         self.limit = marks.facts.low.max
+        self.factor = (
+            marks.facts.low.integers / 2
+        )  # products of constants from here on are followed: two may leave the range
         self.sums = frozenset(marks.masks.sums)
         self.sizes: dict[ir.Value, float] = {}
 
@@ -69,7 +72,8 @@ class _Carried:
         assert node is not None
         heavy = operator(node).kind is Kind.HEAVY
         for read in unit.reads:
-            if (size := self.sizes.get(read.value, 0.0)) and not (heavy and is_mask_operand(node, read.index)):
+            size = self.sizes.get(read.value, 0.0)
+            if size > self.limit and not (heavy and is_mask_operand(node, read.index)):
                 if unit in self.sums:
                     self.marks.fp32(unit, codes.MASK_SUM)
                 self.marks.fp32(unit, codes.OUT_OF_RANGE, carries=read.value.name, largest=size, limit=self.limit)
@@ -77,10 +81,11 @@ class _Carried:
             return []
         size = min(self.result(unit, node), _LARGEST)
         # Doubled at least: a factor inside a loop grows for ever.
-        grown = [value for value in unit.writes if size > max(self.limit, 2 * self.sizes.get(value, 0.0))]
+        grown = [value for value in unit.writes if size >= max(self.factor, 2 * self.sizes.get(value, 0.0))]
         if not grown or (operator(node).kind is not Kind.MOVE and self.facts.observed_small(grown)):
             return []
-        self.marks.fp32(unit, codes.OUT_OF_RANGE, largest=size, limit=self.limit)
+        if size > self.limit:
+            self.marks.fp32(unit, codes.OUT_OF_RANGE, largest=size, limit=self.limit)
         self.sizes.update(dict.fromkeys(grown, size))
         return grown
 
@@ -112,21 +117,27 @@ class _Carried:
         attribute = attribute if attribute > self.limit else 0.0
         operands = [value for value in node.inputs if value is not None]
         large = {value for value in operands if self.size(value)}
+        if op in ("Mul", "Div") and unit not in self.marks.masks.region and self.facts.computed(unit):
+            large |= {value for value in operands if self.scales(op, node, value)}
         if not large and not attribute:
             return 0.0
+        followed = op in ("Mul", "Div") or operator(node).kind is Kind.MOVE
+        if not followed and max([attribute, *map(self.size, operands)]) <= self.limit:
+            return 0.0  # what else may be done with a size inside the range is ordinary
         if op in ("Max", "Min", "Clip"):
             return self.bounded(op, node, large)
         if op == "Sqrt":
             return math.sqrt(self.size(node.inputs[0]))
+        if op == "Div" and (divisor := self.facts.scalar(node.inputs[1])):
+            return (self.size(node.inputs[0]) or 1.0) / abs(divisor)
         if op == "Exp" or self.facts.restores(node, large):  # finite exponentials are those of negative numbers
             return 0.0
         if op in _PRODUCTS or operator(node).kind is Kind.HEAVY:
             return self.product(op, node)
-        if op == "Div":
-            divisor = self.facts.scalar(node.inputs[1])
-            return self.size(node.inputs[0]) / abs(divisor) if divisor else self.size(node.inputs[0])
         if op in _COPIED:
             return self.size(node.inputs[_COPIED[op]])
+        if op == "Div":
+            return self.size(node.inputs[0])
         return max([attribute, *map(self.size, operands)])
 
     def product(self, op: str, node: ir.Node) -> float:
@@ -140,8 +151,17 @@ class _Carried:
         found = abs(alpha)
         for value in factors:
             found *= self.size(value) or (self.facts.extent(value).largest if value in self.facts.constants else 1.0)
-        large = abs(alpha) > self.limit or any(map(self.size, factors))
+        large = op == "Mul" or abs(alpha) > self.limit or any(map(self.size, factors))
         return max(found if large else 0.0, abs(beta) * (self.size(bias) or float(bias is not None)))
+
+    def scales(self, op: str, node: ir.Node, value: ir.Value) -> bool:
+        """Whether this constant makes the product, or the quotient, large."""
+        if value not in self.facts.constants:
+            return False
+        if op == "Div":
+            divisor = self.facts.scalar(value) if value is node.inputs[1] else None
+            return divisor is not None and 0 < abs(divisor) <= 1 / self.factor
+        return self.facts.extent(value).largest >= self.factor
 
     def bounded(self, op: str, node: ir.Node, large: set[ir.Value]) -> float:
         """The size of a maximum or minimum: a bound on the far side of zero is seldom reached, the other one always."""
