@@ -188,7 +188,8 @@ class _Checker:
                 raise ModelError(
                     f"Attribute {key!r} of {name} is declared as {kinds[0]}; the operator takes {kinds[1]}."
                 )
-            if key in _TYPES and want == _ATTRIBUTE.INT and attribute.i not in _DTYPES:
+            open_type = bool(attribute.ref_attr_name)  # a function's attribute gives it
+            if key in _TYPES and want == _ATTRIBUTE.INT and not open_type and attribute.i not in _DTYPES:
                 raise ModelError(f"Attribute {key!r} of {name} is {attribute.i}, which is no element type.")
 
     def attribute(self, attribute: onnx.AttributeProto, scopes: tuple[set[str], ...], name: str) -> None:
