@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from onnxamp.comparison import GraphDiff, diff
-    from onnxamp.conversion import ConvertResult, convert
+    from onnxamp.conversion import ConvertResult, convert, widen
     from onnxamp.errors import AmpError
     from onnxamp.evidence import verify
     from onnxamp.passes.emulate import emulate
@@ -32,6 +32,7 @@ __all__ = [
     "emulate",
     "replace_head",
     "verify",
+    "widen",
 ]
 
 _HOME = {
@@ -44,6 +45,7 @@ _HOME = {
     "emulate": "onnxamp.passes.emulate",
     "replace_head": "onnxamp.training.head",
     "verify": "onnxamp.evidence",
+    "widen": "onnxamp.conversion",
 }
 
 

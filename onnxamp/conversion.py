@@ -27,6 +27,7 @@ from onnxamp.passes.casts import InsertCastsPass
 from onnxamp.passes.constants import ConvertConstantsPass, float_constants
 from onnxamp.passes.retype import RetypePass
 from onnxamp.passes.unfuse import UnfusePass
+from onnxamp.passes.widen import WidenPass
 from onnxamp.policy import codes, pages
 from onnxamp.policy.file import read_policy
 from onnxamp.policy.operators import Kind, operator
@@ -282,6 +283,29 @@ def mixed(model: ir.Model, options: Options) -> ConvertResult:
         return _convert(model, options, None, keep_shapes=True)
 
 
+def widen(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model, *, keep_io: bool = False) -> ir.Model:
+    """A new model that computes in fp32 what `model` computes in 16 bits; `model` is not changed.
+
+    Types go back, rounding of constants stays: a weight has the value that 16 bits hold, which is exact in fp32. Casts that are without
+    effect then fall away. It does not matter which tool made the file. From here, `convert` leads to another level or to the other
+    16-bit type, under its rules: ``convert(widen("model.fp16.onnx"), dtype="bf16")``.
+
+    Args:
+        model: A path, a `ModelProto` or an `ir.Model`.
+        keep_io: Whether 16-bit inputs and outputs keep their types.
+
+    Raises:
+        ModelError: The model is damaged.
+        UnsupportedError: A function cannot be inlined, an operator without a known fp32 form has 16-bit values that cannot be cast, or
+            so has the interface with `keep_io`.
+    """
+    with _collector_paused():
+        result = io.load(model)
+        _restore_shapes(result, _prepare(result))
+        WidenPass(keep_io)(result)
+    return result
+
+
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
     """No collection of cycles meanwhile: the graph only grows, so each would walk over all of it, and all that is imported, for nothing."""
@@ -308,15 +332,11 @@ def _convert(
     model = io.load(source)
     opset = standard_opset(model)
     refuse_other_options(model, options, ranges)
-    declared = {value: value.shape for value in all_values(model.graph)}
     if options.level == "O0" or converted_with(model) is not None:
+        declared = _declared(model)
         types.infer(model)
     else:
-        names = {value.name: shape for value, shape in declared.items()} if model.functions else {}
-        prepare(model)
-        # What replaces the result of a call has its name.
-        if names:
-            declared.update((v, names.get(v.name)) for v in all_values(model.graph) if v not in declared)
+        declared = _prepare(model)
     if converted_with(model) is None:
         plan = plan_at_best_opset(model, options, ranges)
         if plan.graph.model is not model:
@@ -329,6 +349,21 @@ def _convert(
     if not keep_shapes:
         _restore_shapes(model, declared)
     return ConvertResult(model, plan, summary)
+
+
+def _declared(model: ir.Model) -> dict[ir.Value, ir.Shape | None]:
+    return {value: value.shape for value in all_values(model.graph)}
+
+
+def _prepare(model: ir.Model) -> dict[ir.Value, ir.Shape | None]:
+    """Bring `model` into the form for decisions; gives the shapes that it declared."""
+    declared = _declared(model)
+    names = {value.name: shape for value, shape in declared.items()} if model.functions else {}
+    prepare(model)
+    # What replaces the result of a call has its name.
+    if names:
+        declared.update((v, names.get(v.name)) for v in all_values(model.graph) if v not in declared)
+    return declared
 
 
 def _rewrite(model: ir.Model, plan: Plan, opset: int) -> Summary:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from onnxamp.conversion import ConvertResult, Summary
     from onnxamp.evidence.calibration import Calibration
     from onnxamp.evidence.observe import Observed
@@ -22,17 +24,24 @@ if TYPE_CHECKING:
     onnxamp convert model.onnx --plan-only -o policy.toml
     onnxamp convert model.onnx --policy policy.toml --report report.html
     onnxamp convert model.onnx --calibrate samples/
-    onnxamp convert model.onnx --auto --tolerance cosine=0.9999 --data samples.npz"""
+    onnxamp convert model.onnx --auto --tolerance cosine=0.9999 --data samples.npz
+    onnxamp convert model.fp16.onnx --to fp32
+    onnxamp convert model.fp16.onnx --to bf16 --target any"""
 )
 @click.argument("model", type=click.Path())
 @click.option(
-    "-o", "--output", type=click.Path(dir_okay=False), help="Default: MODEL.LEVEL.DTYPE.onnx beside the input."
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    help="Default: MODEL.LEVEL.DTYPE.onnx (MODEL.fp32.onnx) beside MODEL.",
 )
 @click.option("--level", default="O2", show_default=True, type=click.Choice(["O0", "OD", "O1", "O2", "O3", "auto"]),
               help="How much becomes 16-bit: nothing, heavy operators, those and what follows (or auto), least traffic, all.")  # fmt: skip
 @click.option(
     "--dtype", default="fp16", show_default=True, type=click.Choice(["fp16", "bf16"]), help="The 16-bit type."
 )
+@click.option("--to", type=click.Choice(["fp32", "fp16", "bf16"]),
+              help="For a MODEL that is 16-bit: take it back to fp32, and from there to a 16-bit type.")  # fmt: skip
 @click.option(
     "--io", multiple=True, metavar="keep|low|GLOB=TYPE", help="Types of graph inputs and outputs. Default: keep."
 )
@@ -75,6 +84,7 @@ if TYPE_CHECKING:
 def command(
     model: str,
     output: str | None,
+    to: str | None,
     report: tuple[str, ...],
     verified: bool,
     data: str | None,
@@ -92,7 +102,7 @@ def command(
 ) -> int:
     """Rewrite MODEL to mixed precision: Casts where they are needed, FP32 where it must be, a reason for each decision."""
     from onnxamp import console
-    from onnxamp.commands import _auto
+    from onnxamp.commands import _auto, _widen
     from onnxamp.commands._options import check_outputs, sizes
     from onnxamp.conversion import convert
     from onnxamp.errors import UsageError
@@ -100,7 +110,10 @@ def command(
     from onnxamp.policy.options import HEADROOM, Options
 
     dims = sizes(dim)
-    choices["io"] = choices["io"] or "keep"
+    source: str | ir.Model = model
+    if to is not None:
+        _widen.check(to, _given(), choices["io"])
+        choices["dtype"] = to
     path = _output(model, output, "auto-search" if auto else choices["level"], choices["dtype"], plan_only)
     _check_use(auto, verified, data, calibrate, tolerance, plan_only, report)
     if headroom is not None and calibrate is None:
@@ -115,14 +128,20 @@ def command(
         from onnxamp.model.io import load
 
         refuse(load(model))  # before the work, not behind it
+    if to == "fp32":
+        check_outputs([path], [], force, [model, data])
+        return _widen.run(model, path, choices["io"], verified, data, dims, force, as_json)
     check_outputs([path, *(_auto.beside(path)[:2] if auto else ())], report, force, read)
+    if to is not None:
+        source, choices["io"] = _widen.source(model, to, choices["io"])
+    choices["io"] = choices["io"] or "keep"
     calibration = None
     if calibrate is not None:
         from onnxamp.evidence.calibration import calibrate as measure
 
         with console.progress(f"calibrating {model}"):
             given = None if calibrate == "made-up" else calibrate
-            calibration = measure(model, given, dtype=choices["dtype"], headroom=headroom or HEADROOM, dim=dims)
+            calibration = measure(source, given, dtype=choices["dtype"], headroom=headroom or HEADROOM, dim=dims)
         choices["ranges"] = calibration.ranges
     searched = None
     if auto:
@@ -132,7 +151,7 @@ def command(
         result = searched.result
     else:
         with console.progress(f"converting {model}"):
-            result = convert(model, dim=dims, **choices)
+            result = convert(source, dim=dims, **choices)
     if plan_only:
         from onnxamp.commands._options import write_text
         from onnxamp.policy.file import plan_text
@@ -148,7 +167,7 @@ def command(
 
         try:
             with console.progress("verifying"):
-                evidence = verify(model, path, data, dim=_known(dims, result), count=4)
+                evidence = verify(source, path, data, dim=_known(dims, result), count=4)
         except AmpError as problem:  # the conversion itself is done, and its summary and reports are due
             unverified = problem
     found = {"model": model, "output": path, **summary_dict(result.summary), "warnings": list(result.warnings)}
@@ -161,7 +180,7 @@ def command(
     if searched is not None:
         found["auto"] = _auto.to_dict(searched, path)
     for file in report:
-        _write_report(file, model, path, found, result)
+        _write_report(file, source, path, found, result)
     if as_json:
         console.print_json(found)
     else:
@@ -211,8 +230,17 @@ def _output(model: str, output: str | None, level: str, dtype: str, plan_only: b
     if output is not None:
         return output
     source = pathlib.Path(model)
+    if dtype == "fp32":
+        return str(source.with_name(f"{source.stem}.fp32.onnx"))
     level = {"auto": "O1", "auto-search": "auto"}.get(level, level)
     return str(source.with_name(f"{source.stem}.{level}.{dtype}" + (".policy.toml" if plan_only else ".onnx")))
+
+
+def _given() -> set[str]:
+    """The parameters that stand on the command line."""
+    context = click.get_current_context()
+    default = click.core.ParameterSource.DEFAULT
+    return {name for name in context.params if context.get_parameter_source(name) is not default}
 
 
 def _known(dims: dict[str, int], result: ConvertResult) -> dict[str, int]:
@@ -231,7 +259,7 @@ def _print_plan(path: str, result: ConvertResult, as_json: bool) -> None:
         click.echo(f"{path}: the decision for every node ({counts}); edit it and give it back with --policy.")
 
 
-def _write_report(file: str, model: str, path: str, found: dict[str, Any], result: ConvertResult) -> None:
+def _write_report(file: str, model: str | ir.Model, path: str, found: dict[str, Any], result: ConvertResult) -> None:
     import json
 
     from onnxamp.commands._options import write_text

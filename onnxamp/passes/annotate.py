@@ -69,11 +69,13 @@ def refuse_other_options(model: ir.Model, options: Options, ranges: Mapping[str,
     if made is not None and made != options.to_json():
         level, dtype = model.metadata_props.get(_PREFIX + "level"), model.metadata_props.get(_PREFIX + "dtype")
         raise UsageError(
-            f"The model was already converted by onnxamp, with level {level}, {dtype} and other options than these; convert the original."
+            f"The model was already converted by onnxamp, with level {level}, {dtype} and other options than these; "
+            "convert the original, or go on from this file with --to fp32, fp16 or bf16 (in Python onnxamp.widen)."
         )
     if made is not None and model.metadata_props.get(_PREFIX + "ranges") != (_fingerprint(ranges) if ranges else None):
         raise UsageError(
-            "The model was already converted by onnxamp, with other calibrated ranges than now; convert the original."
+            "The model was already converted by onnxamp, with other calibrated ranges than now; "
+            "convert the original, or go on from this file with --to fp32, fp16 or bf16 (in Python onnxamp.widen)."
         )
 
 

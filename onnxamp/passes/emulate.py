@@ -21,18 +21,17 @@ from __future__ import annotations
 import itertools
 import os
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxamp.dtypes import LOW
 from onnxamp.errors import UnsupportedError
 from onnxamp.model import io
 from onnxamp.model.naming import unique
 from onnxamp.model.preparation import prepare
-from onnxamp.model.signatures import TYPE_ATTRIBUTES, operator_name, signature
+from onnxamp.model.signatures import operator_name, signature
 from onnxamp.model.tensors import cast_attribute
 from onnxamp.model.units import all_values
+from onnxamp.passes.widen import low_element, widen_attributes, widened_tensor, widened_type
 
 # Each result element is an element of an operand or a constant that is exact in the type, so it needs no rounding.
 _MOVES = """
@@ -43,7 +42,6 @@ _MOVES = """
     Squeeze Tile TopK Transpose Trilu Unique Unsqueeze Where
 """
 MOVES = frozenset(_MOVES.split())
-# Attributes that name an element type of a result or of the arithmetic inside. Cast's own `to` is the rounding and stays.
 
 
 def emulate(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Model:
@@ -80,7 +78,7 @@ class _Emulation:
         for graph in model.graphs():
             for value in itertools.chain(graph.inputs, graph.initializers.values(), *(node.outputs for node in graph)):
                 self.names.add(value.name or "")
-                if (kind := _low_element(value.type)) is not None:
+                if (kind := low_element(value.type)) is not None:
                     self.low[value] = kind
 
     def run(self) -> None:
@@ -111,7 +109,7 @@ class _Emulation:
             node = self.plain_cast(node, self.low[low[0]])
             low = list(node.outputs)
         else:
-            self.attributes(node)
+            widen_attributes(node)
         for value in low:
             if not known or operator_name(node) == "Cast":
                 if self.is_read(value):
@@ -176,36 +174,15 @@ class _Emulation:
         graph.remove(node, safe=True)
         return cast
 
-    def attributes(self, node: ir.Node) -> None:
-        """Widen constants and element types that `node` carries in attributes."""
-        for name, attribute in list(node.attributes.items()):
-            if attribute.is_ref():
-                continue
-            if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in LOW:
-                node.attributes[name] = ir.AttrTensor(name, _widened_tensor(attribute.value))
-            elif (
-                name in TYPE_ATTRIBUTES
-                and name != "to"
-                and attribute.type == ir.AttributeType.INT
-                and attribute.value in LOW
-            ):
-                node.attributes[name] = ir.AttrInt64(name, int(ir.DataType.FLOAT))
-            elif attribute.type == ir.AttributeType.TYPE_PROTO:
-                node.attributes[name] = ir.Attr(
-                    name,
-                    attribute.type,
-                    ir.TypeAndShape(_widened_type(attribute.value.type), attribute.value.shape),
-                )
-
     # -- values -----------------------------------------------------------------------------------------------------
 
     def widen(self, value: ir.Value) -> None:
         """Give `value` fp32 in place of its 16-bit type, and its constant too."""
         if value not in self.low:
             return
-        value.type = _widened_type(value.type)
+        value.type = widened_type(value.type)
         if value.const_value is not None:
-            value.const_value = _widened_tensor(value.const_value)
+            value.const_value = widened_tensor(value.const_value)
 
     def like(self, value: ir.Value, kind: ir.DataType, name: str) -> ir.Value:
         """A new value with the shape of `value`."""
@@ -251,7 +228,7 @@ class _Emulation:
     def output(self, index: int, kind: ir.DataType) -> None:
         """Make output `index` the 16-bit value that it was, under its name."""
         value = self.graph.outputs[index]
-        if _low_element(value.type) is not None:  # an input or initializer handed through
+        if low_element(value.type) is not None:  # an input or initializer handed through
             return
         low = self.rounded.get(value)
         if low is None:
@@ -315,26 +292,3 @@ def _redirect(value: ir.Value, to: ir.Value, *, except_for: ir.Node | None = Non
         for index, output in enumerate(graph.outputs):
             if output is value:
                 graph.outputs[index] = to
-
-
-def _low_element(kind: ir.TypeProtocol | None) -> ir.DataType | None:
-    """The 16-bit element type inside a tensor, sequence or optional type."""
-    while isinstance(kind, (ir.SequenceType, ir.OptionalType)):
-        kind = kind.elem_type
-    return kind.dtype if isinstance(kind, ir.TensorType) and kind.dtype in LOW else None
-
-
-def _widened_type(kind: ir.TypeProtocol | None) -> ir.TypeProtocol | None:
-    if isinstance(kind, (ir.SequenceType, ir.OptionalType)):
-        inner = _widened_type(kind.elem_type)
-        assert inner is not None
-        return type(kind)(inner, denotation=kind.denotation)
-    if isinstance(kind, ir.TensorType) and kind.dtype in LOW:
-        return ir.TensorType(ir.DataType.FLOAT, denotation=kind.denotation)
-    return kind
-
-
-def _widened_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    if tensor.dtype not in LOW:
-        return tensor
-    return ir.Tensor(np.asarray(tensor.numpy(), dtype=np.float32), name=tensor.name, doc_string=tensor.doc_string)
