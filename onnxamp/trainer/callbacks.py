@@ -1,7 +1,7 @@
 """Callbacks: what happens around the loop of `fit`, apart from training itself.
 
-A callback overrides the methods that it needs. Methods get the `Loop`, which says where the run is and can stop it;
-what a callback must remember over a restart goes into `loop.memory`, which is saved with every checkpoint.
+A callback overrides the methods that it needs. Methods get the `FitState`, which says where the run is and can stop it;
+what a callback must remember over a restart goes into `state.memory`, which is saved with every checkpoint.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnxamp.errors import UsageError
-from onnxamp.trainer.position import Loop
+from onnxamp.trainer.position import FitState
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
+class WindowResult:
     """A window that has just ended.
 
     Attributes:
@@ -41,26 +41,26 @@ class Window:
 class Callback:
     """Does nothing; override what you need."""
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, state: FitState) -> None:
         """Before the first micro-step."""
 
-    def on_window(self, loop: Loop, window: Window) -> None:
+    def on_window(self, state: FitState, window: WindowResult) -> None:
         """After each window, applied, skipped or empty, and before the evaluation that may be due."""
 
-    def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
+    def on_evaluate(self, state: FitState, values: Mapping[str, float]) -> None:
         """After each evaluation; `values` has `val_loss` and the metrics by name."""
 
-    def on_checkpoint(self, loop: Loop) -> None:
+    def on_checkpoint(self, state: FitState) -> None:
         """After each window and all that follows from it: a run that goes on from what is saved here misses nothing."""
 
-    def on_epoch(self, loop: Loop) -> None:
+    def on_epoch(self, state: FitState) -> None:
         """After each epoch and its evaluation; the position is already that of the next epoch."""
 
-    def on_end(self, loop: Loop, reason: str) -> None:
-        """After the last window of the run, unless it ended by an error; `reason` is `Loop.reason`."""
+    def on_end(self, state: FitState, reason: str) -> None:
+        """After the last window of the run, unless it ended by an error; `reason` is `FitState.reason`."""
 
-    def on_rank_lost(self, loop: Loop) -> None:
-        """Another process is gone and the run ends: `loop` is where the last window ended, and may be saved."""
+    def on_rank_lost(self, state: FitState) -> None:
+        """Another process is gone and the run ends: `state` is where the last window ended, and may be saved."""
 
     def close(self) -> None:
         """Last of all, after an error too: give back files, terminals and signals."""
@@ -84,28 +84,28 @@ class EarlyStopping(Callback):
         self.sign = 1 if better == "higher" else -1
         self.delta = delta
 
-    def on_start(self, loop: Loop) -> None:
-        self._stop_if_due(loop)  # what is resumed may have been saved between the decision and the end
+    def on_start(self, state: FitState) -> None:
+        self._stop_if_due(state)  # what is resumed may have been saved between the decision and the end
 
-    def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
+    def on_evaluate(self, state: FitState, values: Mapping[str, float]) -> None:
         if self.metric not in values:
             raise UsageError(f"Early stopping watches {self.metric!r}, and there are only {', '.join(values)}.")
-        memory: dict[str, Any] = loop.memory.setdefault("early_stopping", {"best": None, "waited": 0})
+        memory: dict[str, Any] = state.memory.setdefault("early_stopping", {"best": None, "waited": 0})
         value = values[self.metric]
         best = memory["best"]
         if not math.isnan(value) and (best is None or self.sign * (value - best) > self.delta):
             memory.update(best=value, waited=0)
             return
         memory["waited"] += 1
-        self._stop_if_due(loop)
+        self._stop_if_due(state)
 
-    def _stop_if_due(self, loop: Loop) -> None:
-        memory = loop.memory.get("early_stopping")
+    def _stop_if_due(self, state: FitState) -> None:
+        memory = state.memory.get("early_stopping")
         if memory is None or memory["waited"] < self.patience:
             return
         best = memory["best"]
         than = "has been no number" if best is None else f"has not become better than {best:.6g}"
-        loop.stop(f"{self.metric} {than} for {self.patience} evaluations")
+        state.stop(f"{self.metric} {than} for {self.patience} evaluations")
 
 
 class Checkpoints(Callback):
@@ -145,42 +145,47 @@ class Checkpoints(Callback):
         """Where the best checkpoint lies, if there is one."""
         return self.folder / "best.safetensors"
 
-    def on_start(self, loop: Loop) -> None:
-        if not loop.writes:
+    def on_start(self, state: FitState) -> None:
+        if not state.writes:
             return
         for unfinished in self.folder.glob(".*.tmp"):  # of a process that was killed while it wrote
             unfinished.unlink(missing_ok=True)
-        if loop.trainer.collective.world_size > 1 and not checkpoints(self.folder):
-            self.save(loop)
+        if state.trainer.collective.world_size > 1 and not checkpoints(self.folder):
+            self.save(state)
 
-    def on_checkpoint(self, loop: Loop) -> None:
-        if self.every is not None and loop.windows % self.every == 0:
-            self.save(loop)
+    def on_checkpoint(self, state: FitState) -> None:
+        if self.every is not None and state.windows % self.every == 0:
+            self.save(state)
 
-    def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
+    def on_evaluate(self, state: FitState, values: Mapping[str, float]) -> None:
         value = values.get(self.metric, math.nan) if self.metric else math.nan
-        best = loop.memory.get("best")
+        best = state.memory.get("best")
         if math.isnan(value) or (best is not None and self.sign * (value - best["value"]) <= 0):
             return
-        loop.memory["best"] = {"metric": self.metric, "value": value, "windows": loop.windows, "epoch": loop.last_epoch}
-        loop.save(self.best_path)
+        state.memory["best"] = {
+            "metric": self.metric,
+            "value": value,
+            "windows": state.windows,
+            "epoch": state.last_epoch,
+        }
+        state.save(self.best_path)
 
-    def on_epoch(self, loop: Loop) -> None:
+    def on_epoch(self, state: FitState) -> None:
         if self.every is None:
-            self.save(loop)
+            self.save(state)
 
-    def on_end(self, loop: Loop, reason: str) -> None:
-        self.save(loop)
+    def on_end(self, state: FitState, reason: str) -> None:
+        self.save(state)
 
-    def on_rank_lost(self, loop: Loop) -> None:
-        self.save(loop)
+    def on_rank_lost(self, state: FitState) -> None:
+        self.save(state)
 
-    def save(self, loop: Loop) -> Path:
+    def save(self, state: FitState) -> Path:
         """Save now."""
-        path = self.folder / f"step-{loop.windows:08d}.safetensors"
-        if not loop.writes:
+        path = self.folder / f"step-{state.windows:08d}.safetensors"
+        if not state.writes:
             return path
-        loop.save(path)
+        state.save(path)
         saved = checkpoints(self.folder)
         for old in saved[: -self.keep] if self.keep else []:
             old.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from onnxamp.trainer.data import open_data
 from onnxamp.trainer.export import read_trained
 from onnxamp.trainer.fit import History, fit
 from onnxamp.trainer.metrics import Metric
-from onnxamp.trainer.position import INTERRUPTED, End, Loop
+from onnxamp.trainer.position import INTERRUPTED, End, FitState
 from onnxamp.trainer.progress import Progress, amount
 from onnxamp.trainer.run import Run
 from onnxamp.trainer.run_report import run_page, scale_hint
@@ -35,13 +35,13 @@ class StopOnSignal(Callback):
         self._before: dict[int, Any] = {}
         self._asked = False
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, state: FitState) -> None:
         def stop(number: int, frame: object) -> None:
             if self._asked:
                 raise KeyboardInterrupt
             self._asked = True
-            loop.interrupt()
-            after = "micro-batch" if loop.reason else "window"
+            state.interrupt()
+            after = "micro-batch" if state.reason else "window"
             self.console.print(f"stopping after this {after} (once more: at once)", style="yellow")
 
         for number in (signal.SIGINT, signal.SIGTERM):

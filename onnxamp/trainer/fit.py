@@ -10,10 +10,10 @@ from typing import Any
 
 from onnxamp.errors import DataError, DivergedError, RankLostError, UsageError
 from onnxamp.trainer.batches import Batches, Share, bind
-from onnxamp.trainer.callbacks import Callback, Window
+from onnxamp.trainer.callbacks import Callback, WindowResult
 from onnxamp.trainer.data import Array, open_data
 from onnxamp.trainer.metrics import Metric, metrics_of
-from onnxamp.trainer.position import INTERRUPTED, Loop, Step, Steps
+from onnxamp.trainer.position import INTERRUPTED, FitState, Step, Steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class History:
     """How a run went.
 
     Attributes:
-        reason: Why it ended: `done`, or what a callback or signal gave to `Loop.stop`.
+        reason: Why it ended: `done`, or what a callback or signal gave to `FitState.stop`.
         epochs: Epochs that were finished.
         steps: Updates that were applied.
         windows: All windows, skipped and empty ones included.
@@ -113,8 +113,8 @@ def fit(
     if val is not None:
         bound = bind(open_data(val), trainer.fields, columns=columns, optional=("weights",))
         checks = Batches(bound, val_batch_size or batch_size, shuffle=False)
-    loop = Loop(trainer, batches, epochs, steps)
-    return _Run(loop, callbacks, checks, eval_every, metrics_of(metrics, **trainer.metric_options)).run()
+    state = FitState(trainer, batches, epochs, steps)
+    return _Run(state, callbacks, checks, eval_every, metrics_of(metrics, **trainer.metric_options)).run()
 
 
 class _Run:
@@ -122,13 +122,13 @@ class _Run:
 
     def __init__(
         self,
-        loop: Loop,
+        state: FitState,
         callbacks: Sequence[Callback],
         val: Batches | None,
         eval_every: int | None,
         metrics: list[Metric],
     ) -> None:
-        self.loop = loop
+        self.state = state
         self.callbacks = callbacks
         self.val = val
         self.eval_every = eval_every
@@ -143,9 +143,9 @@ class _Run:
         try:
             return self._run()
         except RankLostError:
-            self.loop.rewind()
+            self.state.rewind()
             for callback in self.callbacks:
-                callback.on_rank_lost(self.loop)
+                callback.on_rank_lost(self.state)
             raise
         finally:
             with contextlib.ExitStack() as stack:  # each is closed, whatever happens to the others
@@ -153,113 +153,113 @@ class _Run:
                     stack.callback(callback.close)
 
     def _run(self) -> History:
-        loop = self.loop
-        if loop.passed:
+        state = self.state
+        if state.passed:
             return self._history("done")
         for callback in self.callbacks:
-            callback.on_start(loop)
-        while loop.reason is None and not loop.finished:
+            callback.on_start(state)
+        while state.reason is None and not state.finished:
             self._epoch()
-        if self.val is not None and loop.evaluated != loop.windows and loop.finished:
+        if self.val is not None and state.evaluated != state.windows and state.finished:
             self._evaluate()
-        if loop.reason is None and self.losses and not loop.step:
+        if state.reason is None and self.losses and not state.step:
             raise DivergedError(
-                f"None of the {loop.windows} windows could be applied (the last: {self._last_cause}); lower the "
+                f"None of the {state.windows} windows could be applied (the last: {self._last_cause}); lower the "
                 "learning rate, mend the data or train longer, and see `onnxamp diagnose`."
             )
-        loop.reason = loop.reason or "done"
+        state.reason = state.reason or "done"
         for callback in self.callbacks:
-            callback.on_end(loop, loop.reason)
-        return self._history(loop.reason)
+            callback.on_end(state, state.reason)
+        return self._history(state.reason)
 
     def _history(self, reason: str) -> History:
-        loop = self.loop
+        state = self.state
         return History(
             reason,
-            loop.epoch,
-            loop.step,
-            loop.windows,
-            loop.skipped,
+            state.epoch,
+            state.step,
+            state.windows,
+            state.skipped,
             self.rows,
             self.seconds,
             tuple(self.losses),
             self.values,
-            loop.memory.get("best"),
+            state.memory.get("best"),
         )
 
     def _epoch(self) -> None:
-        loop = self.loop
-        applied, skipped, began = loop.step, loop.skipped, loop.batch
+        state = self.state
+        applied, skipped, began = state.step, state.skipped, state.batch
         self._since = time.perf_counter()
-        together = loop.trainer.collective.world_size > 1
-        with contextlib.closing(_generator(loop.batches.shares(loop.epoch, loop.batch))) as stream:
+        together = state.trainer.collective.world_size > 1
+        with contextlib.closing(_generator(state.batches.shares(state.epoch, state.batch))) as stream:
             while True:
                 asked = time.perf_counter()
                 share: Share | None = next(stream, None)
                 self._waited += time.perf_counter() - asked
                 if share is None:
                     break
-                step = loop.trainer.micro_step
+                step = state.trainer.micro_step
                 result = step(share.batch, share.rows) if together else step(share.batch)
-                loop.batch += 1
+                state.batch += 1
                 if result.report is not None:
                     self._window(result, result.report)
-                if loop.reason is not None or loop.finished:
+                if state.reason is not None or state.finished:
                     return
-        if (last := loop.trainer.flush()) is not None and last.report is not None:
+        if (last := state.trainer.flush()) is not None and last.report is not None:
             self._window(last, last.report)
-        if loop.reason is not None:
+        if state.reason is not None:
             return
-        if began == 0 and loop.step == applied and loop.skipped == skipped:
+        if began == 0 and state.step == applied and state.skipped == skipped:
             raise DataError("No row of a whole epoch had weight: every label is ignored or every weight is 0.")
         if self.val is not None and self.eval_every is None:
             self._evaluate()
-        loop.epoch, loop.batch = loop.epoch + 1, 0
-        loop.settle()
+        state.epoch, state.batch = state.epoch + 1, 0
+        state.settle()
         for callback in self.callbacks:
-            callback.on_epoch(loop)
+            callback.on_epoch(state)
 
     def _window(self, result: Step, report: Mapping[str, float]) -> None:
-        loop = self.loop
+        state = self.state
         now = time.perf_counter()
-        loop.windows += 1
-        loop.step += bool(report["ok"])
+        state.windows += 1
+        state.step += bool(report["ok"])
         skipped = not report["ok"] and not report["empty"]
-        loop.skipped += skipped
-        loop.settle()
-        if loop.trainer.collective.world_size > 1 and result.interrupted:
-            loop.stop(INTERRUPTED)
+        state.skipped += skipped
+        state.settle()
+        if state.trainer.collective.world_size > 1 and result.interrupted:
+            state.stop(INTERRUPTED)
         cause = self._cause(result) if skipped or report["dropped"] else None
         self._last_cause = cause or self._last_cause
-        window = Window(report, now - self._since, self._waited, cause)
+        window = WindowResult(report, now - self._since, self._waited, cause)
         self.seconds += window.seconds
         self.rows += int(report["rows"])
         self.losses.append(float(report["loss"]))
         self._waited = 0.0
         for callback in self.callbacks:
-            callback.on_window(loop, window)
-        if self.val is not None and self.eval_every is not None and loop.windows % self.eval_every == 0:
+            callback.on_window(state, window)
+        if self.val is not None and self.eval_every is not None and state.windows % self.eval_every == 0:
             self._evaluate()
         for callback in self.callbacks:
-            callback.on_checkpoint(loop)
-        loop.settle()
+            callback.on_checkpoint(state)
+        state.settle()
         self._since = time.perf_counter()
 
     def _cause(self, result: Step) -> str:
         """Why a window was skipped; of an overflow also where: the parameter nearest to the output."""
         cause = result.cause or "the gradient is not finite"
-        if not cause.startswith("a gradient overflowed") or not (names := self.loop.trainer.nonfinite_gradients()):
+        if not cause.startswith("a gradient overflowed") or not (names := self.state.trainer.nonfinite_gradients()):
             return cause
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"gradient of {names[-1]}{more} overflowed"
 
     def _evaluate(self) -> None:
         assert self.val is not None
-        values = self.loop.trainer.evaluate(self.val, metrics=self.metrics)
+        values = self.state.trainer.evaluate(self.val, metrics=self.metrics)
         self.values = {"val_loss" if name == "loss" else name: float(value) for name, value in values.items()}
-        self.loop.evaluated = self.loop.windows
+        self.state.evaluated = self.state.windows
         for callback in self.callbacks:
-            callback.on_evaluate(self.loop, self.values)
+            callback.on_evaluate(self.state, self.values)
         self._since = time.perf_counter()
 
 

@@ -117,7 +117,7 @@ class StepResult:
         return self._report
 
 
-class Loop:
+class WindowLoop:
     """Runs the graphs of a bundle in the order that its protocol asks for.
 
     Args:
@@ -161,19 +161,19 @@ class Loop:
         self._report = next(p for p in manifest.graphs["reduce"].outputs if p.ref == "report")
         self._weight_sum = weight_sum
 
-    def micro_step(self, batch: Batch | None, shares: Sequence[int] | None = None) -> StepResult:
+    def micro_step(self, batch: Batch | None, rows: Sequence[int] | None = None) -> StepResult:
         """Add the gradients of one micro-batch; after the last of a window, apply it.
 
         Args:
-            batch: The micro-batch; None where `shares` leaves this rank no row.
-            shares: Rows of every rank in this micro-step, if they are known; else the ranks ask each other.
+            batch: The micro-batch; None where `rows` leaves this rank no row.
+            rows: Rows of every rank in this micro-step, if they are known; else the ranks ask each other.
 
         Raises:
             DivergedError: Too many windows in a row were skipped at the lowest loss scale.
         """
         window = self.window
-        self._in_step = shares is not None
-        before, rows = self._ranks(batch.rows if batch else 0, shares)
+        self._in_step = rows is not None
+        before, together = self._ranks(batch.rows if batch else 0, rows)
         if not self._seeded:
             self._seed(self._weight_sum(batch) if batch else self._memory(()))
         loss, scale = self._memory(()), self._scale()
@@ -181,7 +181,7 @@ class Loop:
             self._add(batch, before, loss)
         if not self._seeded:
             self._set_divisor(0)
-        ended = self._count(rows)
+        ended = self._count(together)
         return StepResult(window, loss, scale, ended)
 
     def _add(self, batch: Batch, before: int, loss: View) -> None:
@@ -308,17 +308,19 @@ class Loop:
             shape = (self._manifest.arena("statistics").elements,)
             self._arenas.range("statistics_work", 0, shape).write(self._arenas.range("statistics", 0, shape).read())
 
-    def _ranks(self, rows: int, shares: Sequence[int] | None = None) -> tuple[int, int]:
-        """Rows of lower ranks in this micro-step, and of all ranks."""
+    def _ranks(self, own: int, rows: Sequence[int] | None = None) -> tuple[int, int]:
+        """Rows of lower ranks in this micro-step, and of all ranks; `own` are those of this one."""
         size, rank = self._collective.world_size, self._collective.rank
         if size == 1:
-            return 0, rows
-        if shares is not None:
-            if len(shares) != size or shares[rank] != rows:
-                raise UsageError(f"Rank {rank} of {size} has {rows} rows, and the shares given are {list(shares)}.")
-            return sum(shares[:rank]), sum(shares)
+            return 0, own
+        if rows is not None:
+            if len(rows) != size or rows[rank] != own:
+                raise UsageError(
+                    f"Rank {rank} of {size} has {own} rows, and those given of all ranks are {list(rows)}."
+                )
+            return sum(rows[:rank]), sum(rows)
         counts = np.zeros(size, np.float32)
-        counts[rank] = rows
+        counts[rank] = own
         shared = self._memory((size,))
         shared.write(counts)
         self._collective.all_reduce(shared)

@@ -96,7 +96,7 @@ class End:
         )
 
 
-class Loop:
+class FitState:
     """A running `fit`: where it is, and the handle by which callbacks stop it or save it.
 
     Attributes:

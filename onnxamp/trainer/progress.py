@@ -16,8 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from onnxamp.trainer.callbacks import Callback, Window
-from onnxamp.trainer.position import Loop
+from onnxamp.trainer.callbacks import Callback, WindowResult
+from onnxamp.trainer.position import FitState
 
 _STATUS_SECONDS = 30.0
 # Skipped windows that get a line of their own before they are only counted.
@@ -50,15 +50,15 @@ class Progress(Callback):
         self._values = self._metric = ""
         self._share_before = 0.0
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, state: FitState) -> None:
         self._began = self._shown = time.monotonic()
-        self._share_before = self._share(loop) or 0.0
-        self._summed = loop.windows
+        self._share_before = self._share(state) or 0.0
+        self._summed = state.windows
         if self.console.is_terminal:
             self._live = Live("", console=self.console, refresh_per_second=8, transient=True)
             self._live.start()
 
-    def on_window(self, loop: Loop, window: Window) -> None:
+    def on_window(self, state: FitState, window: WindowResult) -> None:
         report = window.report
         self._loss, self._scale = report["loss"], report["next_loss_scale"]
         if not window.skipped:
@@ -68,17 +68,17 @@ class Progress(Callback):
             rate = report["rows"] / window.seconds
             self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
         if window.skipped or report["dropped"]:
-            self._overflowed(loop, window)
+            self._overflowed(state, window)
         now = time.monotonic()
         if self._live is not None:
             if now - self._shown > 0.1:
                 self._shown = now
-                self._live.update(self._status(loop))
+                self._live.update(self._status(state))
         elif now - self._shown > _STATUS_SECONDS:
             self._shown = now
-            self.console.print(self._words(loop), highlight=False, soft_wrap=True)
+            self.console.print(self._words(state), highlight=False, soft_wrap=True)
 
-    def _overflowed(self, loop: Loop, window: Window) -> None:
+    def _overflowed(self, state: FitState, window: WindowResult) -> None:
         self._lines += 1
         if self._lines > _LINES:
             if self._lines == _LINES + 1:
@@ -89,33 +89,33 @@ class Progress(Callback):
         scale += f" → {scale_text(after)}" if after != before else " stays"
         dropped = int(window.report["dropped"])
         what = "skipped" if window.skipped else f"without {dropped} micro-batch{'es' * (dropped > 1)}"
-        self._say(f"  window {loop.windows} {what}: {window.cause}; {scale}", "yellow")
+        self._say(f"  window {state.windows} {what}: {window.cause}; {scale}", "yellow")
 
-    def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
+    def on_evaluate(self, state: FitState, values: Mapping[str, float]) -> None:
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
-        best = loop.memory.get("best") or {}
-        mark = "  (best)" if best.get("windows") == loop.windows else ""
-        self._summary(loop, numbers + mark)
+        best = state.memory.get("best") or {}
+        mark = "  (best)" if best.get("windows") == state.windows else ""
+        self._summary(state, numbers + mark)
         self._values = numbers
         self._metric = next((f"{name} {value:.4g}" for name, value in values.items() if name != "val_loss"), "")
 
-    def on_epoch(self, loop: Loop) -> None:
+    def on_epoch(self, state: FitState) -> None:
         if not self._values:
-            self._summary(loop, "")
+            self._summary(state, "")
         self._values = ""
 
-    def _summary(self, loop: Loop, numbers: str) -> None:
-        of = f"/{loop.epochs}" if loop.epochs is not None else ""
-        parts = [f"epoch {loop.last_epoch + 1}{of}", f"step {loop.step}"]
-        if loop.windows > self._summed:  # else nothing was trained since the line before
+    def _summary(self, state: FitState, numbers: str) -> None:
+        of = f"/{state.epochs}" if state.epochs is not None else ""
+        parts = [f"epoch {state.last_epoch + 1}{of}", f"step {state.step}"]
+        if state.windows > self._summed:  # else nothing was trained since the line before
             mean = self._sums[0] / self._sums[1] if self._sums[1] else float("nan")
             parts.append(f"loss {mean:.4g}")
-        self._sums, self._summed = [0.0, 0.0], loop.windows
+        self._sums, self._summed = [0.0, 0.0], state.windows
         self._say("  ".join([*parts, *([numbers] if numbers else [])]))
 
-    def on_end(self, loop: Loop, reason: str) -> None:
-        if loop.windows > self._summed:
-            self._summary(loop, "")
+    def on_end(self, state: FitState, reason: str) -> None:
+        if state.windows > self._summed:
+            self._summary(state, "")
 
     def close(self) -> None:
         if self._live is not None:
@@ -125,33 +125,33 @@ class Progress(Callback):
     def _say(self, text: str, style: str = "") -> None:
         self.console.print(Text(text, style=style), soft_wrap=not self.console.is_terminal)
 
-    def _share(self, loop: Loop) -> float | None:
+    def _share(self, state: FitState) -> float | None:
         """The part of the run that is done."""
-        total = loop.total_windows
-        done = loop.step if loop.steps is not None else loop.windows
+        total = state.total_windows
+        done = state.step if state.steps is not None else state.windows
         return min(1.0, done / total) if total else None
 
-    def _words(self, loop: Loop) -> str:
-        of = f"/{loop.epochs}" if loop.epochs is not None else ""
-        parts = [f"epoch {loop.epoch + 1}{of}", f"step {loop.step}", f"loss {self._loss:.4g}"]
+    def _words(self, state: FitState) -> str:
+        of = f"/{state.epochs}" if state.epochs is not None else ""
+        parts = [f"epoch {state.epoch + 1}{of}", f"step {state.step}", f"loss {self._loss:.4g}"]
         if self._metric and self.console.width >= 100:
             parts.append(self._metric)
         if self._scale != 1:
             parts.append(f"scale {scale_text(self._scale)}")
-        if loop.skipped:
-            parts.append(f"skipped {loop.skipped}")
+        if state.skipped:
+            parts.append(f"skipped {state.skipped}")
         parts.append(f"{self._rate:,.0f} rows/s" if self._rate >= 10 else f"{self._rate:.2g} rows/s")
-        share = self._share(loop)
+        share = self._share(state)
         if share is not None and share > self._share_before:
             spent = time.monotonic() - self._began
             parts.append(f"ETA {amount(spent * (1 - share) / (share - self._share_before))}")
         return "  ".join(parts)
 
-    def _status(self, loop: Loop) -> Table:
-        share = self._share(loop)
+    def _status(self, state: FitState) -> Table:
+        share = self._share(state)
         row = Table.grid(padding=(0, 2, 0, 0))
         row.add_column(no_wrap=True, overflow="ellipsis")
-        words = Text(self._words(loop))
+        words = Text(self._words(state))
         room = self.console.width - words.cell_len - 4
         if share is not None and room >= 8:
             row.add_column()

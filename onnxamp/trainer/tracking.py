@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import IO, Any
 
 from onnxamp.errors import RuntimeMissingError
-from onnxamp.trainer.callbacks import Callback, Window
+from onnxamp.trainer.callbacks import Callback, WindowResult
 from onnxamp.trainer.checkpoint import atomic, disk_error
-from onnxamp.trainer.position import Loop
+from onnxamp.trainer.position import FitState
 
 # Between two points of TensorBoard.
 _POINT_SECONDS = 0.25
 
 
-def record(loop: Loop, window: Window) -> dict[str, Any]:
+def record(state: FitState, window: WindowResult) -> dict[str, Any]:
     """What is written about a window."""
     report = window.report
     numbers = {
         "kind": "window",
-        "window": loop.windows,
-        "step": loop.step,
-        "epoch": loop.epoch,
+        "window": state.windows,
+        "step": state.step,
+        "epoch": state.epoch,
         "loss": report["loss"],
         "learning_rate": report["learning_rate"],
         "loss_scale": report["loss_scale"],
@@ -71,8 +71,8 @@ class MetricsFile(Callback):
         self.path = path
         self._file: IO[str] | None = None
 
-    def on_start(self, loop: Loop) -> None:
-        known = {"window": loop.windows, "evaluation": loop.evaluated}
+    def on_start(self, state: FitState) -> None:
+        known = {"window": state.windows, "evaluation": state.evaluated}
         kept = [entry for entry in read_metrics(self.path) if entry["window"] <= known.get(entry["kind"], -1)]
         try:
             with atomic(self.path) as file:
@@ -81,11 +81,11 @@ class MetricsFile(Callback):
         except OSError as problem:
             raise disk_error(self.path, problem) from problem
 
-    def on_window(self, loop: Loop, window: Window) -> None:
-        self._write(record(loop, window))
+    def on_window(self, state: FitState, window: WindowResult) -> None:
+        self._write(record(state, window))
 
-    def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
-        entry = {"kind": "evaluation", "window": loop.windows, "step": loop.step, "epoch": loop.last_epoch}
+    def on_evaluate(self, state: FitState, values: Mapping[str, float]) -> None:
+        entry = {"kind": "evaluation", "window": state.windows, "step": state.step, "epoch": state.last_epoch}
         self._write({**entry, **values})
 
     def _write(self, entry: Mapping[str, Any]) -> None:
@@ -143,23 +143,23 @@ class TensorBoard(Callback):
         self._writer: Any = None
         self._written = -math.inf
 
-    def on_start(self, loop: Loop) -> None:
-        self._writer = self._writer_class(str(self.folder), purge_step=loop.windows + 1 if loop.windows else None)
+    def on_start(self, state: FitState) -> None:
+        self._writer = self._writer_class(str(self.folder), purge_step=state.windows + 1 if state.windows else None)
 
-    def on_window(self, loop: Loop, window: Window) -> None:
+    def on_window(self, state: FitState, window: WindowResult) -> None:
         now = time.monotonic()
         if now - self._written < _POINT_SECONDS and not window.skipped:
             return
         self._written = now
         for name in ("loss", "learning_rate", "loss_scale", "gradient_norm"):
-            self._writer.add_scalar(f"train/{name}", window.report[name], loop.windows)
-        self._writer.add_scalar("train/skipped", loop.skipped, loop.windows)
+            self._writer.add_scalar(f"train/{name}", window.report[name], state.windows)
+        self._writer.add_scalar("train/skipped", state.skipped, state.windows)
         if window.seconds > 0:
-            self._writer.add_scalar("train/rows_per_second", window.report["rows"] / window.seconds, loop.windows)
+            self._writer.add_scalar("train/rows_per_second", window.report["rows"] / window.seconds, state.windows)
 
-    def on_evaluate(self, loop: Loop, values: Mapping[str, float]) -> None:
+    def on_evaluate(self, state: FitState, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(f"val/{name.removeprefix('val_')}", value, loop.windows)
+            self._writer.add_scalar(f"val/{name.removeprefix('val_')}", value, state.windows)
 
     def close(self) -> None:
         if self._writer is not None:

@@ -27,7 +27,7 @@ from onnxamp.trainer.evaluation import Evaluation
 from onnxamp.trainer.fit import History, fit
 from onnxamp.trainer.gradient import Gradient
 from onnxamp.trainer.inference import Trained
-from onnxamp.trainer.loop import Loop, StepResult, Window
+from onnxamp.trainer.loop import StepResult, Window, WindowLoop
 from onnxamp.trainer.metrics import Metric, metrics_of
 from onnxamp.trainer.outputs import metric_options
 from onnxamp.trainer.program import Place, Program, Results, segment_scalars
@@ -108,7 +108,7 @@ class Trainer:
         self._grad.program(accumulate == 1)  # what cannot run here should be said now
         self._check = BatchCheck(self._batch_ports(), self.manifest.rows, self.manifest.labels, self.bundle.input_names)
         self._evaluation = Evaluation(self.bundle, self._device, self._arenas, self._config, self._check)
-        self._loop = Loop(
+        self._loop = WindowLoop(
             self.manifest,
             self._arenas,
             self._grad,

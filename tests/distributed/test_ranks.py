@@ -200,7 +200,7 @@ def test_only_rank_0_writes_and_never_in_a_window(mlp, rows, ranks, tmp_path):
         trainer.micro_step(data, (8, 8))
         with pytest.raises(UsageError, match="flush, then save"):
             trainer.save(tmp_path / "never")
-        with pytest.raises(UsageError, match="shares given"):
+        with pytest.raises(UsageError, match="those given of all ranks"):
             trainer.micro_step(data, (8, 7) if trainer.collective.rank else (7, 8))
         trainer.flush()
         trainer.save(tmp_path / f"rank{trainer.collective.rank}")
