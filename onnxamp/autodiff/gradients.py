@@ -16,6 +16,7 @@ from onnxamp.autodiff.registry import rule_of
 from onnxamp.autodiff.reverse import backward
 from onnxamp.errors import UsageError
 from onnxamp.model.preparation import prepared
+from onnxamp.model.units import all_values
 from onnxamp.passes.integers import settle
 from onnxamp.passes.norms import DecomposeBatchNorm
 
@@ -37,7 +38,8 @@ def gradient_model(
         wrt: Glob patterns of names, or regular expressions after ``re:``.
 
     Raises:
-        UsageError: No such output, an output that is not a float scalar, a name that matches nothing or does not reach it.
+        UsageError: No such output, an output that is not a float scalar, a name that matches nothing or does not reach it, or
+            an input, initializer or output that is called as a gradient would be.
         UnsupportedError: Operators on the way have no gradient rule (all of them are listed).
     """
     result = prepare(model)
@@ -57,6 +59,12 @@ def gradient_model(
     graph.register_initializer(seed)
     exact = [name for name in wrt if not name.startswith("re:") and not any(sign in name for sign in "*?[")]
     values = [value for value in values if value.name in exact or not _only_lacking(value)]
+    taken = next((value for value in values if f"grad/{value.name}" in names), None)
+    if taken is not None:
+        raise UsageError(
+            f"The gradient of {taken.name!r} would be called 'grad/{taken.name}', as an input, initializer or output of the "
+            f"model is already: rename that one, or leave {taken.name!r} out of wrt (is the model itself made by grad?)."
+        )
     gradients = backward(graph, {target: seed}, values, opset_imports=dict(result.opset_imports))
     for value in values:
         if value in gradients:
@@ -141,11 +149,13 @@ def _add_output(graph: ir.Graph, value: ir.Value, g: ir.Value) -> None:
 
 
 def _release(graph: ir.Graph, name: str) -> None:
-    """Rename whatever intermediate value holds `name`."""
-    for node in graph:
-        for value in node.outputs:
-            if value.name == name and not value.is_graph_output():
-                value.name = f"{name}/inner"
+    """Rename the intermediate values that hold `name`, those of bodies included: they must not hide it."""
+    values = list(all_values(graph))
+    names = {value.name for value in values}
+    for value in values:
+        if value.name == name and not value.is_graph_output():
+            value.name = _free(f"{name}/inner", names)
+            names.add(value.name)
 
 
 def _free(name: str, names: set[str | None]) -> str:

@@ -165,6 +165,35 @@ def test_a_name_that_is_taken_is_not_lost():
     np.testing.assert_array_equal(run(gradient_model(proto), {"x": x})["grad/x"], 2 * x)
 
 
+def test_values_in_bodies_give_way_to_a_gradient():
+    text = """g (float[2] x, bool c) => (float y)
+        { r = If (c) <then_branch = t () => (float[2] e) { gx = Sin(x) e = Mul(gx, x) },
+                      else_branch = n () => (float[2] o) { o = Sin(x) }> y = ReduceSum<keepdims=0>(r) }"""
+    proto = parse(text)
+    then = next(a.g for node in proto.graph.node for a in node.attribute if a.name == "then_branch")
+    then.node[0].output[0] = then.node[1].input[0] = "grad/x"
+    x = np.array([0.5, 1.5], np.float32)
+    got = run(gradient_model(proto), {"x": x, "c": np.array(True)})["grad/x"]
+    np.testing.assert_allclose(got, np.sin(x) + x * np.cos(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["input", "initializer", "output"])
+def test_a_name_of_the_interface_that_a_gradient_would_take(where):
+    """An output above all: a model that gradient_model made. What takes no name of theirs still works."""
+    proto = parse("g (float[2] x, float[2] v) => (float y, float[2] z) { z = Mul(x, v) y = ReduceSum<keepdims=0>(z) }")
+    if where == "output":
+        proto = ir.to_proto(gradient_model(proto, "y", ["x"]))
+    else:
+        proto.graph.input[1].name = proto.graph.node[0].input[1] = "grad/x"
+    if where == "initializer":
+        del proto.graph.input[1]
+        proto.graph.initializer.append(onnx.helper.make_tensor("grad/x", 1, [2], [1.0, 2.0]))
+    with pytest.raises(UsageError, match="The gradient of 'x' would be called 'grad/x'"):
+        gradient_model(proto, "y")
+    other = "v" if where == "output" else "grad/x"
+    assert f"grad/{other}" in [value.name for value in gradient_model(proto, "y", [other]).graph.outputs]
+
+
 def test_missing_rules_are_reported_all_at_once():
     text = """g (float[2, 2] x, float[2, 2] z) => (float y)
         { a = test.First(x) b = test.Second(a) c = test.First(b) e = test.Third(z) d = Add(c, e) y = ReduceSum<keepdims=0>(d) }"""
