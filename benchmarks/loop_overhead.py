@@ -55,7 +55,7 @@ class Clock(Callback):
     def _now() -> np.ndarray:
         return np.array([time.perf_counter(), time.thread_time()])
 
-    def on_window(self, loop, window) -> None:
+    def on_window(self, state, window) -> None:
         now = self._now()
         self.outside.append(tuple(now - self._ended - self._inside))
         self._inside, self._runs, self._ended = np.zeros(2), 0, now
