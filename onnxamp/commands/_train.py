@@ -114,7 +114,7 @@ class Session:
 
     def _resumed(self) -> Trainer:
         bundle = Bundle.load(self.run.bundle_path)
-        newest = self.run.newest()
+        newest = self.run.resumable()
         provider, accumulate = self.options["provider"], self.options["accumulate"] or 1
         shared: dict[str, Any] = {
             "threads": self.threads,
@@ -122,6 +122,7 @@ class Session:
             "provider_options": self.provider_options,
         }
         if newest is None:
+            self._say("nothing was saved yet: the run begins anew")
             trainer = Trainer(bundle, provider, accumulate, **shared)
         else:
             self._say(f"going on from {newest}")

@@ -142,15 +142,45 @@ class Run:
         return config.read(self.config_path)
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that can be read; None if there is none yet."""
-        for path in reversed(checkpoints(self.checkpoint_folder)):
+        """The newest checkpoint that can be read; None if there is none."""
+        saved = checkpoints(self.checkpoint_folder)
+        for path in reversed(saved):
             try:
                 read(path)
             except ModelError as problem:
-                logger.warning("%s Trying the one before.", problem)
+                logger.warning("%s%s", problem, "" if path == saved[0] else " Trying the one before.")
             else:
                 return path
         return None
+
+    def resumable(self) -> Path | None:
+        """The checkpoint to go on from; None if the run was interrupted before it saved its first one.
+
+        Raises:
+            ModelError: The run had checkpoints, and none of them can be read: to begin it anew would overwrite what it made.
+        """
+        path = self.newest()
+        if path is not None or not (made := self._made()):
+            return path
+        tried = [file.name for file in reversed(checkpoints(self.checkpoint_folder))]
+        state = f"none can be read (tried {', '.join(tried)})" if tried else "there is none"
+        raise ModelError(
+            f"{self.folder} has {made}, but no checkpoint to go on from: in {self.checkpoint_folder} {state}. Put one back; or "
+            "begin anew, with --force instead of --resume (which replaces this run) or in another folder."
+        )
+
+    def _made(self) -> str:
+        """What shows that the run has had a checkpoint, in words; empty if nothing does."""
+        if self.model_path.exists():
+            return f"a {self.model_path.name}"
+        windows = [entry for entry in self.metrics() if entry["kind"] == "window"]
+        every = self.read_config().get("save-every")
+        # A window is recorded before it is saved, so the last one that was due may be missing without any loss.
+        if windows and (windows[-1]["window"] > every if every else windows[-1]["epoch"] > 0):
+            return f"records of {int(windows[-1]['window'])} windows"
+        if any(self.checkpoint_folder.glob("*.safetensors")):
+            return "files of checkpoints"
+        return ""
 
     def checkpoint(self, which: str | None = None) -> Path:
         """The checkpoint meant: `best` (also None; the newest where nothing was evaluated), `last`, or a file.

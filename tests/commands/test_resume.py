@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,46 @@ def test_a_finished_run_goes_on_only_with_more_epochs(run, place, call, options)
     code, _, err = call(*options(place, folder))
     assert code == 2
     assert "holds a run: give --resume to go on, --force to replace it" in err
+
+
+@pytest.mark.parametrize("lost", ["gone", "truncated", "gone and no model"])
+def test_a_run_without_a_readable_checkpoint_is_not_begun_over(run, call, tmp_path, caplog, lost):
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder)
+    saved = sorted((folder / "checkpoints").glob("step-*"))
+    assert len(saved) == 2
+    for path in (folder / "checkpoints").iterdir():
+        os.truncate(path, 100) if lost == "truncated" else path.unlink()
+    if lost.endswith("no model"):
+        (folder / "model.onnx").unlink()
+    before = _contents(folder)
+    code, _, err = call("train", "--resume", "-o", folder)
+    assert code == 3
+    assert "no checkpoint to go on from" in err
+    assert "--force instead of --resume" in err
+    assert caplog.text.count("Trying the one before") == (lost == "truncated")
+    tried = f"tried {saved[1].name}, {saved[0].name}" if lost == "truncated" else "there is none"
+    assert tried in " ".join(err.split())
+    assert _contents(folder) == before
+
+
+def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew(
+    place, call, options, monkeypatch, last, tmp_path
+):
+    """Windows of the first epoch are recorded, and none is saved before its end."""
+    folder = tmp_path / "run"
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("onnxamp.trainer.callbacks.Checkpoints.save", killed)
+        assert call(*options(place, folder, epochs=1, val=None, metric=None))[0] == 130
+    assert _windows(folder)
+    code, out, _ = call("train", "--resume", "-o", folder)
+    assert code == 0
+    assert "nothing was saved yet: the run begins anew" in out
+    assert last(folder)
 
 
 def _windows(folder: Path) -> int:
