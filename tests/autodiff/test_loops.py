@@ -23,6 +23,19 @@ COUNTED = f"""{TRUE}
 CASES = {
     "loop": ("double[2] s, double[2,2] w, int64 m", COUNTED, "s w", {"m": 3}),
     "loop without a step": ("double[2] s, double[2,2] w, int64 m", COUNTED, "s", {"m": 0}),
+    "loop without a condition": (
+        "double[2] s, double[2,2] w, int64 m", COUNTED.replace("(m, c, s)", "(m, , s)"), "s w", {"m": 3}
+    ),
+    "loop without a condition in a loop without one": (
+        "double[2] s, double[2] w, int64 m",
+        """f, q = Loop<body = b (int64 i, bool ci, double[2] a) => (bool co, double[2] d, double[2] e)
+            { co = Identity(ci) e = Sin(a)
+               d = Loop<body = bb (int64 j, bool cj, double[2] aa) => (bool cp, double[2] dd)
+                   { cp = Identity(cj) p = Add(aa, e) dd = Mul(p, w) }>(m, , a) }>(m, , s)
+        r = ReduceSum<keepdims=0>(q) z = ReduceSum<keepdims=0>(f) y = Mul(r, z)""",
+        "s w",
+        {"m": 2},
+    ),
     "loop with a constant count": ("double[2] s, double[2,2] w", f"m = Constant<value = int64 {{3}}>() {COUNTED}", "s w", {}),
     "loop with stacked outputs": (
         "double[2] s, double[2,2] w, int64 m",
