@@ -72,7 +72,8 @@ def prepare(source: ir.Model, loss: AnyLoss, output: str | None = None) -> Forwa
     labels: tuple[Labels, ...] = ()
     predictions: tuple[ir.Value, ...]
     if isinstance(loss, LossModel):
-        joined = join(model, training_form(loss.model))
+        path = f" {os.fspath(loss.model)}" if isinstance(loss.model, (str, os.PathLike)) else ""
+        joined = join(model, training_form(loss.model, f"the loss model{path}"))
         predictions, labels = joined.outputs, joined.labels
     elif isinstance(loss, Sum):
         if output is not None:
@@ -93,12 +94,16 @@ def prepare(source: ir.Model, loss: AnyLoss, output: str | None = None) -> Forwa
     return Forward(model, loss, tuple(str(v.name) for v in predictions), outputs, counted, tuple(notes), labels)
 
 
-def training_form(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Model:
+def training_form(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, called: str = "the model") -> ir.Model:
     """A private copy of `source` as training and `onnxamp check` see it.
 
     1. Float functions are inlined, constants lifted to initializers, integer constants folded, all values typed.
     2. Initializers are not inputs: what could be overridden is fixed.
     3. BatchNormalization and Dropout are in inference form, whatever mode they were exported in.
+
+    Args:
+        source: The model; never changed.
+        called: What errors call it.
 
     Raises:
         UnsupportedError: The opset is below 13.
@@ -106,7 +111,7 @@ def training_form(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -
     model = io.load(source)
     opset = model.opset_imports.get("", 0)
     if opset < 13:
-        raise UnsupportedError(f"Training needs opset 13 or later and the model has {opset}: export it again.")
+        raise UnsupportedError(f"Training needs opset 13 or later and {called} has {opset}: export it again.")
     _name_free_sizes(model)
     types.infer(model)
     inline_float_functions(model)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onnxamp.errors import UsageError
+from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.trainer.trainer import Trainer
 from onnxamp.training import (
     SGD,
@@ -344,3 +344,13 @@ def test_an_opset_in_which_the_loss_means_something_else(two_heads):
     judge.opset_import[0].version = 18
     with pytest.raises(UsageError, match="opset 18, the model 17, and ReduceMean"):
         build(two_heads, loss=LossModel(judge), optimizer="sgd", level="O0")
+
+
+def test_an_old_opset_of_the_loss_is_not_said_of_the_model(two_heads, tmp_path):
+    judge = _loss_model("j (float[n, 4] boxes) => (float l) { l = ReduceMean<keepdims=0>(boxes) }")
+    judge.opset_import[0].version = 11
+    with pytest.raises(UnsupportedError, match="and the loss model has 11"):
+        build(two_heads, loss=LossModel(judge), optimizer="sgd", level="O0")
+    onnx.save(judge, tmp_path / "judge.onnx")
+    with pytest.raises(UnsupportedError, match=r"and the loss model .*judge\.onnx has 11"):
+        build(two_heads, loss=LossModel(tmp_path / "judge.onnx"), optimizer="sgd", level="O0")
