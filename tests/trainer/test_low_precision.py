@@ -11,7 +11,7 @@ from torch import nn
 from onnxamp import training
 from onnxamp.ort.session import SessionConfig, open_session
 from onnxamp.passes.emulate import emulate
-from onnxamp.trainer import trainer as trainer_module
+from onnxamp.trainer import device
 from onnxamp.trainer.trainer import Trainer
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>\n'
@@ -66,7 +66,7 @@ def test_overflow_is_seen_on_the_cpu_and_the_run_recovers():
 
 def test_without_emulation_the_cpu_hides_the_overflow(monkeypatch):
     """The test above depends on the emulated graph: the runtime's own fp16 computes in fp32."""
-    monkeypatch.setattr(trainer_module, "emulate", lambda model: model)
+    monkeypatch.setattr(device, "emulate", lambda model: model)
     scale = training.DynamicLossScale(init_scale=2.0**24, growth_interval=50)
     _, reports = _losses("O2", steps=3, loss_scale=scale)
     assert reports[0]["found_inf"] == 0
