@@ -22,11 +22,13 @@ class Batch:
         feeds: Contiguous arrays for every data input.
         rows: Size of the first dimension of the input that counts rows.
         nan: Which input holds NaN, and where, in words; None if none does.
+        infinity: The same of infinities, which may be meant (an attention mask) or not.
     """
 
     feeds: dict[str, NDArray[Any]]
     rows: int
     nan: str | None
+    infinity: str | None = None
 
 
 class BatchCheck:
@@ -67,7 +69,7 @@ class BatchCheck:
             raise DataError(f"The batch {' and '.join(parts)}; expected inputs: {self._expected()}.")
         feeds: dict[str, NDArray[Any]] = {}
         sizes: dict[str, tuple[int, str]] = {}
-        nan = None
+        nan = infinity = None
         for port in self._ports:
             if port.name not in batch:
                 feeds[port.name] = np.ones(1, np.float32)
@@ -77,13 +79,13 @@ class BatchCheck:
             feeds[port.name] = np.ascontiguousarray(array).reshape(array.shape)
             if port.name in self._labels:
                 _check_labels(port.name, array, self._labels[port.name])
-            if nan is None:
-                nan = _first_nan(port.name, array)
+            found = _not_finite(port.name, array)
+            nan, infinity = nan or found[0], infinity or found[1]
         rows = int(feeds[self._rows].shape[0])
         for port in self._ports:
             if port.kind == "weights":
                 _check_weights(port.name, feeds[port.name], rows)
-        return Batch(feeds, rows, nan)
+        return Batch(feeds, rows, nan, infinity)
 
     def _expected(self) -> str:
         return ", ".join(f"{port.name} {port.dtype}{_sizes(port.shape)}" for port in self._ports)
@@ -140,20 +142,23 @@ def _check_weights(name: str, array: NDArray[Any], rows: int) -> None:
         )
 
 
-def _first_nan(name: str, array: NDArray[Any]) -> str | None:
-    """Where the first NaN of a float array is, in words."""
+def _not_finite(name: str, array: NDArray[Any]) -> tuple[str | None, str | None]:
+    """How many NaN and infinities a float array holds and where the first of them is, in words; None if there are none."""
     if array.dtype.kind not in "fV":
-        return None
+        return None, None
     values = array if array.dtype.kind == "f" and array.dtype.itemsize >= 4 else array.astype(np.float32)
     flat = values.reshape(-1)
     # One pass at the speed of memory; only a sum that is not finite needs a second look (it may have overflowed).
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(np.dot(flat, flat)):
+            return None, None
+
+    def words(bad: NDArray[np.bool_], what: str) -> str | None:
+        if not bad.any():
             return None
-    bad = np.isnan(values)
-    if not bad.any():
-        return None
-    return f"the input {name!r} holds {int(bad.sum())} NaN, the first at {np.argwhere(bad)[0].tolist()}"
+        return f"the input {name!r} holds {int(bad.sum())} {what}, the first at {np.argwhere(bad)[0].tolist()}"
+
+    return words(np.isnan(values), "NaN"), words(np.isinf(values), "Inf")
 
 
 def _sizes(shape: Sequence[int | str]) -> str:

@@ -49,6 +49,7 @@ class Progress:
         bundle: Folder of the bundle, relative to the checkpoint's.
         manifest: `Manifest.digest` of the bundle.
         environment: What bit-identical continuation depends on.
+        infinity: What is known of infinities in the open window, in words.
     """
 
     accumulate: int
@@ -59,6 +60,7 @@ class Progress:
     bundle: str
     manifest: str
     environment: Mapping[str, Any]
+    infinity: str | None = None
 
 
 def environment(provider: str, threads: int) -> dict[str, Any]:

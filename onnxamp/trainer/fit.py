@@ -251,7 +251,8 @@ class _Run:
         if not cause.startswith("a gradient overflowed") or not (names := self.state.trainer.nonfinite_gradients()):
             return cause
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return f"gradient of {names[-1]}{more} overflowed"
+        _, semicolon, beside = cause.partition(";")
+        return f"gradient of {names[-1]}{more} overflowed{semicolon}{beside}"
 
     def _evaluate(self) -> None:
         assert self.val is not None

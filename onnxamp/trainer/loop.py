@@ -31,15 +31,24 @@ class Window:
         own: Micro-batches so far of this rank; fewer where it had none left.
         rows: Rows so far, over all ranks.
         nan: What is known of NaN in its data, in words.
+        infinity: What is known of infinities in its data, in words.
         interrupted: When it ended some rank wanted the run to end.
     """
 
-    def __init__(self, micro_steps: int = 0, rows: int = 0, nan: str | None = None, own: int | None = None) -> None:
+    def __init__(
+        self,
+        micro_steps: int = 0,
+        rows: int = 0,
+        nan: str | None = None,
+        own: int | None = None,
+        infinity: str | None = None,
+    ) -> None:
         self.micro_steps = micro_steps
         self.own = micro_steps if own is None else own
         self.interrupted = False
         self.rows = rows
         self.nan = nan
+        self.infinity = infinity
         self.report: View | None = None
 
 
@@ -104,11 +113,13 @@ class StepResult:
         if self._window.nan is not None:
             return self._window.nan
         offered = int(report["micro_steps"] + report["dropped"])
+        # Infinities may be meant, and the gradient overflow without them: they are named beside what went wrong.
+        beside = f"; {self._window.infinity}" if self._window.infinity else ""
         bad = int(report["bad_losses"])
         if bad:
-            return f"the loss is not finite in {bad} of {offered} micro-batches"
+            return f"the loss is not finite in {bad} of {offered} micro-batches{beside}"
         where = f" in {int(report['dropped'])} of {offered} micro-batches" if report["dropped"] else ""
-        return f"a gradient overflowed{where} at loss scale {report['loss_scale']:g}"
+        return f"a gradient overflowed{where} at loss scale {report['loss_scale']:g}{beside}"
 
     def _window_report(self) -> dict[str, float] | None:
         """The report of this micro-step's window, once that has ended."""
@@ -198,6 +209,7 @@ class WindowLoop:
         self._grad.run(feeds, {self._loss.name: loss}, alone)
         window.own += 1
         window.nan = window.nan or batch.nan
+        window.infinity = window.infinity or batch.infinity
 
     def flush(self) -> StepResult | None:
         """Apply a window that has fewer micro-batches than the others; None if there are none."""
@@ -278,6 +290,8 @@ class WindowLoop:
             return
         if window.nan is not None:
             why = f"{window.nan}: mend the data"
+        elif window.infinity is not None:
+            why = f"{window.infinity}: mend the data, or lower the learning rate if it is meant"
         elif values[REPORT.index("bad_losses")]:
             why = (
                 "the loss itself is not finite, so no loss scale can help: lower the learning rate or look at the data"

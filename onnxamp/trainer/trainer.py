@@ -333,6 +333,7 @@ class Trainer:
             bundle=os.path.relpath(folder, target.parent),
             manifest=digest,
             environment=self._environment,
+            infinity=window.infinity,
         )
         checkpoint.write(target, self._arenas.saved(), progress)
 
@@ -378,7 +379,7 @@ class Trainer:
         checkpoint.warn_of_differences(progress.environment, trainer._environment)
         # The gradients of a window that is open are rank 0's to contribute.
         own = None if trainer.collective.rank == 0 else 0
-        trainer._loop.restore(Window(progress.micro_steps, progress.rows, progress.nan, own))
+        trainer._loop.restore(Window(progress.micro_steps, progress.rows, progress.nan, own, progress.infinity))
         trainer.position = dict(progress.position)
         return trainer
 

@@ -75,12 +75,16 @@ def test_a_misfit_is_named(batch, words):
     assert "\n" not in str(caught.value)
 
 
-def test_nan_is_found_and_named_but_infinity_is_data():
+def test_nan_and_infinity_are_found_and_named():
     x = np.ones((2, 3), np.float32)
     x[1, 2] = np.nan
     assert CHECK(_batch(x=x)).nan == "the input 'x' holds 1 NaN, the first at [1, 2]"
-    assert CHECK(_batch(x=np.full((2, 3), np.inf, np.float32))).nan is None
-    assert CHECK(_batch(x=np.full((2, 3), 3e38, np.float32))).nan is None
+    assert CHECK(_batch(x=x)).infinity is None
+    x[1, 2] = -np.inf
+    assert CHECK(_batch(x=x)).nan is None
+    assert CHECK(_batch(x=x)).infinity == "the input 'x' holds 1 Inf, the first at [1, 2]"
+    large = CHECK(_batch(x=np.full((2, 3), 3e38, np.float32)))
+    assert (large.nan, large.infinity) == (None, None)
     check = BatchCheck((Port("h", "bfloat16", ("n",), "data"),), "h")
     assert check({"h": np.array([1, 3e38], ml_dtypes.bfloat16)}).nan is None
     assert "1 NaN" in (check({"h": np.array([np.nan], ml_dtypes.bfloat16)}).nan or "")

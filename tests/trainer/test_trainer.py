@@ -229,7 +229,8 @@ def test_a_window_with_inf_leaves_no_trace(bundle, batches, bad, value):
         result = touched.micro_step({**batch, "x": x})
     assert result.skipped
     assert not result.applied
-    assert ("NaN" in result.cause) == bool(np.isnan(value))
+    assert ("the input 'x' holds 1 NaN, the first at [0, 0]" in result.cause) == bool(np.isnan(value))
+    assert ("the input 'x' holds 1 Inf, the first at [0, 0]" in result.cause) == bool(np.isinf(value))
     assert touched.nonfinite_gradients()
     assert result.report["next_loss_scale"] == 2.0**15
     for batch in batches[6:9]:
@@ -254,6 +255,10 @@ def test_a_run_that_cannot_go_on_stops_with_a_diagnosis(bundle_maker, batches):
     poisoned = {**batches[0], "x": x}
     with pytest.raises(DivergedError, match=r"50 windows in a row.*the input 'x' holds 1 NaN.*mend the data"):
         _repeat(trainer, poisoned)
+    trainer = _open(bundle_maker(scale=DynamicLossScale(init_scale=4.0)))
+    x[2, 1] = np.inf
+    with pytest.raises(DivergedError, match=r"50 windows in a row.*the input 'x' holds 1 Inf.*mend the data"):
+        _repeat(trainer, {**batches[0], "x": x})
     trainer = _open(bundle_maker(scale=DynamicLossScale(init_scale=4.0)))
     huge = {**batches[0], "x": np.full_like(x, 1e30)}
     with pytest.raises(DivergedError, match="the loss itself is not finite"):
