@@ -108,7 +108,7 @@ def inference_model(source: ir.Model, values: Mapping[str, NDArray[Any]]) -> ir.
         tensor = None if place is None else _tensor(place)
         if place is None or tensor is None or tuple(tensor.shape.numpy()) != value.shape:
             raise ModelError(
-                f"The bundle's model has no parameter {name!r} of shape {list(value.shape)}: build it again."
+                f"The model has no parameter {name!r} of shape {list(value.shape)}: it is not the one that was trained."
             )
         _set(place, value.astype(tensor.dtype.numpy()))
     for graph in model.graphs():

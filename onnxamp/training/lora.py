@@ -152,14 +152,20 @@ def _other_reader(weight: ir.Value, adapted: Sequence[tuple[ir.Node, Adapter]]) 
 def merged(adapter: Adapter, weight: NDArray[Any], a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.float32]:
     """W + s·A·B in the form of W, computed in FP64 and rounded once."""
     a, b = a.astype(np.float64), b.astype(np.float64)
-    if adapter.form == "conv":
-        groups = adapter.groups
-        down = a.reshape(groups, -1, *a.shape[1:])
-        up = b.reshape(groups, -1, down.shape[1])
-        delta = np.einsum("gor,gr...->go...", up, down).reshape(weight.shape)
-    else:
-        delta = a @ b
-        delta = delta.T if adapter.transposed else delta
+    try:
+        if adapter.form == "conv":
+            groups = adapter.groups
+            down = a.reshape(groups, -1, *a.shape[1:])
+            up = b.reshape(groups, -1, down.shape[1])
+            delta = np.einsum("gor,gr...->go...", up, down).reshape(weight.shape)
+        else:
+            delta = a @ b
+            delta = delta.T if adapter.transposed else delta
+    except ValueError:
+        raise UsageError(
+            f"A {list(a.shape)} and B {list(b.shape)} of the adapter of {adapter.weight!r} do not fit together or to the "
+            f"weight {list(weight.shape)}."
+        ) from None
     if delta.shape != weight.shape:
         raise UsageError(
             f"The adapter of {adapter.weight!r} is for a weight of shape {list(delta.shape)}, and the model's has {list(weight.shape)}."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 
 import numpy as np
@@ -12,10 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
+from safetensors.numpy import save_file
 from torch import nn
 
 from onnxamp.commands.merge_adapter import command
-from onnxamp.errors import UsageError
+from onnxamp.errors import ModelError, UsageError
 from onnxamp.trainer.adapter import merged_model, write_adapter
 from onnxamp.trainer.trainer import Trainer
 from onnxamp.training import SGD, Lora, build
@@ -282,3 +285,54 @@ def test_an_adapter_of_another_model_is_refused(model, export, tmp_path):
     plain = Trainer(build(model, loss="cross_entropy", optimizer="sgd", level="O0"), "cpu", threads=1)
     with pytest.raises(UsageError, match="has no adapters"):
         write_adapter(plain.trained, tmp_path / "b.safetensors")
+
+
+def _cut(name):
+    return lambda values, entries: values.pop(name)
+
+
+def _set(name, change):
+    return lambda values, entries: values.update({name: change(values[name])})
+
+
+def _say(**fields):
+    return lambda values, entries: entries[0].update(fields)
+
+
+A, B = "lora/head.weight/A", "lora/head.weight/B"
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "sentence"),
+    [
+        (_cut(A), ModelError, "lacks the tensor 'lora/head.weight/A'"),
+        (_cut(B), ModelError, "lacks the tensor 'lora/head.weight/B'"),
+        (_set(B, lambda b: b * np.nan), ModelError, "NaN or infinite values in 'lora/head.weight/B'"),
+        (_set("head.bias", lambda b: b + np.inf), ModelError, "NaN or infinite values in 'head.bias'"),
+        (_set(A, lambda a: a.astype(np.float64)), ModelError, "'lora/head.weight/A' as float64"),
+        (_set(A, lambda a: a[:, :1]), UsageError, "do not fit together"),
+        (_set("head.bias", lambda b: b[:2]), ModelError, "no parameter 'head.bias' of shape"),
+        (_say(weight=["head.weight"]), ModelError, "no file of adapters"),
+        (_say(scale=float("nan")), ModelError, "scale nan"),
+        (_say(form="dense"), ModelError, "form 'dense'"),
+        (_say(form="conv", groups=0), ModelError, "groups 0"),
+        (_say(groups=True), ModelError, "groups is True"),
+        (_say(form="conv"), UsageError, "do not fit together"),
+    ],
+)
+def test_a_damaged_file_of_adapters_is_refused(model, tmp_path, damage, error, sentence):
+    bundle = build(model, loss="cross_entropy", optimizer="sgd", level="O0", lora=Lora(2, 2, "head.weight"),
+                   trainable="head.bias")  # fmt: skip
+    values = {key.removeprefix("master/"): value for key, value in bundle.state.items() if key.startswith("master/")}
+    entries = [dataclasses.asdict(adapter) for adapter in bundle.manifest.adapters]
+    assert {A, B, "head.bias"} == {*values}
+    file = tmp_path / "adapter.safetensors"
+
+    def merge():
+        save_file(values, file, {"onnxamp.adapters": json.dumps(entries)})
+        return merged_model(ir.from_proto(model), file)
+
+    merge()
+    damage(values, entries)
+    with pytest.raises(error, match=sentence):
+        merge()
