@@ -21,6 +21,7 @@ from onnxamp.training.lora import merge
 from onnxamp.training.manifest import Adapter
 
 _KEY = "onnxamp.adapters"
+_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}
 
 
 def write_adapter(trained: Trained, path: Path, weights: str = "master") -> int:
@@ -88,11 +89,8 @@ def _adapter(entry: dict[str, Any]) -> Adapter:
     """One entry of the metadata; TypeError or ValueError if it is none."""
     adapter = Adapter(**entry)
     for field in dataclasses.fields(Adapter):
-        value, kind = (
-            getattr(adapter, field.name),
-            {"str": str, "bool": bool, "int": int, "float": (int, float)}[str(field.type)],
-        )
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        value, kind = getattr(adapter, field.name), _KINDS[str(field.type)]
+        if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind):
             raise TypeError(f"{field.name} is {value!r}")
     if adapter.form not in ("matmul", "conv") or adapter.groups < 1 or not math.isfinite(adapter.scale):
         raise ValueError(f"form {adapter.form!r}, groups {adapter.groups}, scale {adapter.scale}")
