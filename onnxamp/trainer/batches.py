@@ -52,6 +52,31 @@ class Binding:
     columns: Mapping[str, str]
     notes: tuple[str, ...]
 
+    @property
+    def fixed_size(self) -> int | None:
+        """The only number of rows that the model takes at a time; None where it takes any."""
+        sizes = {size for field in self.fields if field.shape and isinstance(size := field.shape[0], int)}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def check_size(self, batch_size: int | None) -> None:
+        """Find out before the first batch whether also the last one has as many rows as the model takes.
+
+        Raises:
+            DataError: The model takes another number of rows at a time, or the rows do not divide into it.
+        """
+        size = self.fixed_size
+        if size is None or batch_size is None:
+            return
+        if batch_size != size:
+            raise DataError(
+                f"The model takes batches of exactly {size} rows: take batch size {size}, not {batch_size}."
+            )
+        if isinstance(self.data, Arrays) and (left := self.data.rows % size):
+            raise DataError(
+                f"The model takes batches of exactly {size} rows, and {self.data.rows} rows of {self.data.origin} do "
+                f"not divide into them; leave {left} out, or export the model with a free batch dimension."
+            )
+
     def convert(self, batch: Mapping[str, Array]) -> Batch:
         """One stored batch as the model wants it.
 

@@ -112,7 +112,8 @@ class Plan:
             DataError: The data do not fit the model.
             UsageError: An option names something that does not exist.
         """
-        self._bindings(trainer)
+        for binding in self._bindings(trainer):
+            binding.check_size(self.batch_size)
         if self.early_stop is not None:
             if self.val is None:
                 raise UsageError("--early-stop needs data to evaluate on: add --val.")

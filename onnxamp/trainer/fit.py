@@ -100,6 +100,7 @@ def fit(
         if value is not None and value < 1:
             raise UsageError(f"{name} must be at least 1, not {value}.")
     binding = bind(open_data(data), trainer.fields, columns=columns, optional=("weights",))
+    binding.check_size(batch_size)
     batches = Batches(
         binding,
         batch_size,
@@ -112,6 +113,7 @@ def fit(
     checks = None
     if val is not None:
         bound = bind(open_data(val), trainer.fields, columns=columns, optional=("weights",))
+        bound.check_size(val_batch_size or batch_size)
         checks = Batches(bound, val_batch_size or batch_size, shuffle=False)
     state = FitState(trainer, batches, epochs, steps)
     return _Run(state, callbacks, checks, eval_every, metrics_of(metrics, **trainer.metric_options)).run()

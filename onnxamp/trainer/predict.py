@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from onnxamp.errors import DataError, UnsupportedError
+from onnxamp.errors import UnsupportedError
 from onnxamp.evidence.inputs import model_inputs
 from onnxamp.model.io import load
 from onnxamp.ort.session import SessionConfig, open_session, run
 from onnxamp.trainer.batches import Batches, Binding, bind
 from onnxamp.trainer.checkpoint import atomic, disk_error
-from onnxamp.trainer.data import Array, Arrays, Field, open_data
+from onnxamp.trainer.data import Array, Field, open_data
 from onnxamp.trainer.outputs import joined
 
 
@@ -41,14 +41,9 @@ def model_batches(binding: Binding, batch_size: int) -> Batches:
     Raises:
         DataError: The rows do not fill batches of a fixed size.
     """
-    fixed = {field.shape[0] for field in binding.fields if field.shape and isinstance(field.shape[0], int)}
-    size = fixed.pop() if len(fixed) == 1 else batch_size
-    assert isinstance(size, int)
-    if size != batch_size and isinstance(binding.data, Arrays) and binding.data.rows % size:
-        raise DataError(
-            f"The model takes batches of exactly {size} rows, and {binding.data.rows} rows of {binding.data.origin} do "
-            "not divide into them; leave some out, or export the model with a free batch dimension."
-        )
+    size = binding.fixed_size or batch_size
+    if size != batch_size:
+        binding.check_size(size)
     return Batches(binding, size, shuffle=False)
 
 
@@ -74,7 +69,8 @@ def predict(
     """
     binding = bind(open_data(data), model_fields(model), columns=columns)
     session = open_session(model, SessionConfig(provider=provider))
-    batches = model_batches(binding, batch_size).epoch()
+    batches = model_batches(binding, batch_size)
+    binding.check_size(batches.batch_size)
     return joined((len(next(iter(batch.values()))), run(session, batch)) for batch in batches), binding.notes
 
 

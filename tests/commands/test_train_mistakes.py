@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 TRAIN = Path(__file__).parents[2] / "models/digits_train.npz"
@@ -114,3 +115,40 @@ def test_going_on_without_a_run(call, tmp_path, begun):
     assert code == 2
     assert err.startswith(f"Error: There is no run in {tmp_path}/run to go on with")
     assert ("beginning was not finished" in err) == begun
+
+
+FIXED = {
+    "batch size": ({"batch-size": 16}, {}, "batches of exactly 8 rows: take batch size 8, not 16"),
+    "rows": ({}, {"train": 37}, "37 rows of {}/train.npz do not divide into them; leave 5 out"),
+    "rows to evaluate on": ({}, {"val": 23}, "23 rows of {}/val.npz do not divide into them; leave 7 out"),
+}
+
+
+@pytest.mark.parametrize(("change", "rows", "message"), FIXED.values(), ids=FIXED)
+def test_a_fixed_batch_that_does_not_divide_the_rows_is_found_first(
+    place, call, flat, options, tmp_path, change, rows, message
+):
+    model = onnx.load(place / "mlp.onnx")
+    for value in (model.graph.input[0], model.graph.output[0]):
+        value.type.tensor_type.shape.dim[0].dim_value = 8
+    onnx.save(model, tmp_path / "mlp.onnx")
+    rows = {"train": 40, "val": 24, **rows}
+    data = {name: flat(TRAIN, tmp_path / f"{name}.npz", count) for name, count in rows.items()}
+    change = {"data": data["train"], "val": data["val"], "batch-size": 8, **change}
+    code, _, err = call(*options(tmp_path, tmp_path / "bad", **change))
+    assert code == 3
+    assert message.format(tmp_path) in " ".join(err.split())
+    assert not (tmp_path / "bad").exists()
+
+
+def test_a_fixed_batch_is_predicted_only_if_it_divides_the_rows(place, call, flat, tmp_path):
+    model = onnx.load(place / "mlp.onnx")
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 8
+    onnx.save(model, tmp_path / "mlp.onnx")
+    data = flat(TRAIN, tmp_path / "data.npz", 37)
+    for size in (8, 64):
+        code, _, err = call(
+            "predict", tmp_path / "mlp.onnx", "--data", data, "--batch-size", size, "-o", tmp_path / "p.npz"
+        )
+        assert code == 3
+        assert "do not divide into them; leave 5 out" in err
