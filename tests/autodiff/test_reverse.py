@@ -12,6 +12,7 @@ from onnxamp import autodiff
 from onnxamp.autodiff import gradient_model
 from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model.types import infer
+from onnxamp.model.units import all_values
 
 
 def parse(text, opset=18):
@@ -173,7 +174,10 @@ def test_values_in_bodies_give_way_to_a_gradient():
     then = next(a.g for node in proto.graph.node for a in node.attribute if a.name == "then_branch")
     then.node[0].output[0] = then.node[1].input[0] = "grad/x"
     x = np.array([0.5, 1.5], np.float32)
-    got = run(gradient_model(proto), {"x": x, "c": np.array(True)})["grad/x"]
+    model = gradient_model(proto)
+    names = [value.name for value in all_values(model.graph)]
+    assert sorted(names) == sorted({*names})
+    got = run(model, {"x": x, "c": np.array(True)})["grad/x"]
     np.testing.assert_allclose(got, np.sin(x) + x * np.cos(x), rtol=1e-6)
 
 
