@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from onnxamp.comparison import attributes, casts, constants, functions, islands, order
+from onnxamp.comparison import attributes, casts, constants, functions, islands, opsets, order
 from onnxamp.comparison.interface import model_changes, signature_text
 from onnxamp.comparison.match import Match
 from onnxamp.comparison.records import (
@@ -32,6 +32,7 @@ from onnxamp.comparison.records import (
 )
 from onnxamp.comparison.side import Scope, Side, bodies, node_name, operator, type_name
 from onnxamp.model import io, types
+from onnxamp.model.signatures import standard_opset
 from onnxamp.model.units import SHAPE_ONLY
 from onnxamp.policy import operators
 
@@ -61,6 +62,13 @@ class Comparison:
         """Read and match both; `label` is what to call `b` if it is no path."""
         self.labels = _label(a), _label(b) or label
         one, other = _load(a), _load(b)
+        self.raised = [opsets.change(one[0], other[0])]
+        if opsets.is_raised(one[0], other[0]):
+            one = _at_opset(a, one, standard_opset(other[0]))
+        elif opsets.is_raised(other[0], one[0]):
+            other = _at_opset(b, other, standard_opset(one[0]))
+        else:
+            self.raised = []
         self.inlined = functions.align(one[0], other[0])
         self.a, self.b = Side(*one), Side(*other)
         self.match = Match(self.a, self.b)
@@ -83,6 +91,7 @@ class Comparison:
             renamed=tuple(self._renamed()),
             moved=tuple(self._moved()),
             edited=tuple(self._edited()),
+            raised=tuple(self.raised),
             model=(*self.inlined, *model_changes(self.match, self.same_value)),
         )
 
@@ -317,7 +326,10 @@ def decision(node: ir.Node) -> Decision | None:
     return Decision(node.metadata_props.get("onnxamp.precision", ""), code, evidence)
 
 
-def _load(source: Source) -> tuple[ir.Model, dict[ir.Node, int], dict[ir.Value, str]]:
+_Loaded = tuple[ir.Model, dict[ir.Node, int], dict[ir.Value, str]]
+
+
+def _load(source: Source) -> _Loaded:
     """A model with its types; order and interface are noted before sorting and inference touch them.
 
     Types are inferred whatever the file declares: converters leave declarations that are no longer true.
@@ -328,6 +340,11 @@ def _load(source: Source) -> tuple[ir.Model, dict[ir.Node, int], dict[ir.Value, 
     io.in_order(model)
     types.infer(model)
     return model, positions, declared
+
+
+def _at_opset(source: Source, loaded: _Loaded, version: int) -> _Loaded:
+    """The same, raised to an opset; as it is in the file where that cannot be."""
+    return loaded if opsets.bring(loaded[0], version) else _load(source)
 
 
 def _nodes(model: ir.Model) -> Iterator[ir.Node]:

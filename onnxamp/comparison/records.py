@@ -297,6 +297,8 @@ class GraphDiff:
         before, after: Counts of the two models.
         matched: Pairs of nodes, without Constants.
         retyped, casts, islands, constants: What precision is about.
+        raised: The opset, where a conversion by onnxamp raised it for types that only a later one has; what the later opset
+            writes otherwise is then no difference.
         nodes, renamed, moved, edited, model: Everything else; `others` counts it.
         numbers: Errors of values, if data were given. They are no part of `empty`.
     """
@@ -308,6 +310,7 @@ class GraphDiff:
     casts: tuple[CastChange, ...] = ()
     islands: tuple[Island, ...] = ()
     constants: tuple[ConstantChange, ...] = ()
+    raised: tuple[ModelChange, ...] = ()
     nodes: tuple[NodeChange, ...] = ()
     renamed: tuple[Renamed, ...] = ()
     moved: tuple[Moved, ...] = ()
@@ -323,7 +326,7 @@ class GraphDiff:
     @property
     def empty(self) -> bool:
         """Whether the models are the same, up to the order of initializers and onnxamp's own metadata."""
-        return not (self.retyped or self.casts or self.islands or self.constants or self.others)
+        return not (self.retyped or self.casts or self.islands or self.constants or self.raised or self.others)
 
     def mirrored(self) -> GraphDiff:
         """`diff(b, a)`."""
@@ -347,7 +350,7 @@ def nodes_in_order(nodes: Iterable[NodeChange]) -> tuple[NodeChange, ...]:
     return tuple(sorted(nodes, key=lambda node: node.change != "removed"))
 
 
-LISTS = ("retyped", "casts", "islands", "constants", "nodes", "renamed", "moved", "edited", "model")
+LISTS = ("retyped", "casts", "islands", "constants", "raised", "nodes", "renamed", "moved", "edited", "model")
 
 
 def counted(names: list[str]) -> tuple[tuple[str, int], ...]:

@@ -71,6 +71,7 @@ def verdict(result: GraphDiff) -> str:
             facts.append(f"{plural(retyped, 'constant')} retyped")
         if altered:
             facts.append(f"{plural(altered, 'constant')} with other values")
+    facts += [f"{change.what} {change.before} → {change.after}" for change in result.raised]
     facts.append(f"{plural(result.others, 'other difference')}" if result.others else "nothing else")
     return f"{one} → {other}: {', '.join(facts)}."
 
@@ -91,6 +92,7 @@ def counts(result: GraphDiff) -> Part:
             rows.append(row(f"{title}nodes in {kind}", ours.get(kind, 0), theirs.get(kind, 0)))
     rows.append(row("float Casts", a.casts, b.casts))
     rows.append(row("bytes of constants", size(a.constant_bytes), size(b.constant_bytes)))
+    rows += [row(change.what, change.before, change.after) for change in result.raised]
     for key in dict.fromkeys([*dict(a.options), *dict(b.options)]):
         rows.append(row(f"onnxamp {key}", dict(a.options).get(key, ""), dict(b.options).get(key, "")))
     return Part("Counts", ("", "before", "after"), rows)

@@ -72,6 +72,8 @@ def test_our_conversions(path: pathlib.Path, level: str, dtype: str, tmp_path: p
     before, after = onnx.load(path), onnx.load(target)
 
     assert result.others == 0
+    opsets = [opset.version for model in (before, after) for opset in model.opset_import if opset.domain == ""]
+    assert [(r.before, r.after) for r in result.raised] == [tuple(map(str, opsets))] * (len(set(opsets)) > 1)
     inserted = [node for node in nodes(after) if "onnxamp.cast" in metadata(node)]
     assert sorted(c.node.name for c in result.casts) == sorted(node.name for node in inserted)
     assert all(c.change == "added" and c.source and c.target for c in result.casts)
