@@ -291,7 +291,12 @@ class Emitter:
             self._type(node)
 
     def _type(self, node: ir.Node) -> None:
-        """The type of the first output where inference gives none, an input being without a shape."""
+        """The type of the first output where inference gives none, an input being without a shape.
+
+        That of a node with bodies is theirs to tell: the first input of an If or a Loop is a condition or a count.
+        """
+        if any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()):
+            return
         if node.op_type == "Cast":
             dtype = ir.DataType(node.attributes["to"].as_int())
         elif node.op_type == "CastLike":

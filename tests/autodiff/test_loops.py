@@ -13,6 +13,7 @@ import torch
 
 from onnxamp.autodiff import gradient_model
 from onnxamp.errors import UnsupportedError
+from onnxamp.model.incremental import IncrementalInference
 
 MODELS = pathlib.Path(__file__).parents[2] / "models"
 TRUE = "c = Constant<value = bool {1}>()"
@@ -158,6 +159,13 @@ def test_gradient(name):
             expected[index] = (ends[0] - ends[1]) / 2e-6
         assert np.abs(expected).max() > 1e-3
         np.testing.assert_allclose(got[f"grad/{key}"], expected, rtol=1e-6, atol=1e-7, err_msg=key)
+
+
+def test_a_loop_that_inference_cannot_follow_keeps_the_type_of_its_source(monkeypatch):
+    """Not that of its first operand, a count, which has no gradient."""
+    infer = IncrementalInference.infer
+    monkeypatch.setattr(IncrementalInference, "infer", lambda self, node: node.op_type == "Loop" or infer(self, node))
+    test_gradient("loop in scan")
 
 
 def test_a_growing_state_is_refused():
