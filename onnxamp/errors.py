@@ -33,9 +33,14 @@ class ModelError(AmpError):
 
 
 class DataError(AmpError):
-    """The data do not fit the model: names, types, shapes or values."""
+    """The data do not fit the model: names, types, shapes or values.
+
+    Attributes:
+        row: The row of the batch that does not, if it is one.
+    """
 
     exit_code = 3
+    row: int | None = None
 
 
 class UnsupportedError(AmpError):

@@ -124,10 +124,12 @@ def _check_labels(name: str, array: NDArray[Any], labels: Labels) -> None:
     if wrong.any():
         place = np.argwhere(wrong)[0].tolist()
         ignored = "" if labels.ignore_index is None else f" (or {labels.ignore_index}, which is ignored)"
-        raise DataError(
+        problem = DataError(
             f"The input {name!r} has the label {int(array[tuple(place)])} at {place}, "
             f"but the model has {labels.classes} classes: labels are 0 to {labels.classes - 1}{ignored}."
         )
+        problem.row = place[0] if place else None
+        raise problem
 
 
 def _check_weights(name: str, array: NDArray[Any], rows: int) -> None:

@@ -58,7 +58,7 @@ class Binding:
         sizes = {size for field in self.fields if field.shape and isinstance(size := field.shape[0], int)}
         return sizes.pop() if len(sizes) == 1 else None
 
-    def check_size(self, batch_size: int | None) -> None:
+    def check_size(self, batch_size: int | None, ranks: int = 1) -> None:
         """Find out before the first batch whether also the last one has as many rows as the model takes.
 
         Raises:
@@ -71,9 +71,10 @@ class Binding:
             raise DataError(
                 f"The model takes batches of exactly {size} rows: take batch size {size}, not {batch_size}."
             )
-        if isinstance(self.data, Arrays) and (left := self.data.rows % size):
+        if isinstance(self.data, Arrays) and (left := self.data.rows % (size * ranks)):
+            each = f" in each of {ranks} processes" if ranks > 1 else ""
             raise DataError(
-                f"The model takes batches of exactly {size} rows, and {self.data.rows} rows of {self.data.origin} do "
+                f"The model takes batches of exactly {size} rows{each}, and {self.data.rows} rows of {self.data.origin} do "
                 f"not divide into them; leave {left} out, or export the model with a free batch dimension."
             )
 
@@ -256,6 +257,13 @@ class Batches:
         shares = self._arrays(epoch, start) if isinstance(self.binding.data, Arrays) else self._stream(start)
         return _read_ahead(shares, self.prefetch) if self.prefetch else shares
 
+    def row(self, epoch: int, micro_batch: int, row: int) -> int | None:
+        """The number in the data of a row of this rank's micro-batch; None for a stream."""
+        if not isinstance(self.binding.data, Arrays):
+            return None
+        assert self.size is not None
+        return int(self._dealt(self.order(epoch), micro_batch * self.size)[self.rank][row])
+
     def __iter__(self) -> Iterator[Batch]:
         return self.epoch()
 
@@ -274,11 +282,15 @@ class Batches:
         order = self.order(epoch)
         names = list(dict.fromkeys(self.binding.columns.values()))
         for first in range(start * self.size, data.rows, self.size):
-            # A short last micro-step is dealt evenly.
-            dealt = np.array_split(order[first : first + self.size], self.world_size)
+            dealt = self._dealt(order, first)
             rows = dealt[self.rank]
             batch = self.binding.convert(data.take(names, rows)) if len(rows) else None
             yield Share(batch, tuple(map(len, dealt)))
+
+    def _dealt(self, order: npt.NDArray[np.int64], first: int) -> list[npt.NDArray[np.int64]]:
+        """The rows of every rank in the micro-step that begins at `first`; a short last one is dealt evenly."""
+        assert self.size is not None
+        return np.array_split(order[first : first + self.size], self.world_size)
 
     def _stream(self, start: int) -> Iterator[Share]:
         data = self.binding.data

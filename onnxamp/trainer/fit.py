@@ -100,7 +100,7 @@ def fit(
         if value is not None and value < 1:
             raise UsageError(f"{name} must be at least 1, not {value}.")
     binding = bind(open_data(data), trainer.fields, columns=columns, optional=("weights",))
-    binding.check_size(batch_size)
+    binding.check_size(batch_size, trainer.collective.world_size)
     batches = Batches(
         binding,
         batch_size,
@@ -202,7 +202,12 @@ class _Run:
                 if share is None:
                     break
                 step = state.trainer.micro_step
-                result = step(share.batch, share.rows) if together else step(share.batch)
+                try:
+                    result = step(share.batch, share.rows) if together else step(share.batch)
+                except DataError as problem:
+                    if problem.row is None or (row := state.batches.row(state.epoch, state.batch, problem.row)) is None:
+                        raise
+                    raise DataError(f"Row {row} of {state.batches.binding.data.origin}: {problem}") from problem
                 state.batch += 1
                 if result.report is not None:
                     self._window(result, result.report)

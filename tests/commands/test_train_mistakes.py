@@ -78,6 +78,7 @@ def test_labels_out_of_range(place, call, flat, options):
     labels[7] = 10
     code, _, err = call(*options(place, place / "labels", data=flat(TRAIN, place / "labels.npz", labels=labels)))
     assert code == 3
+    assert f"Row 7 of {place}/labels.npz: " in err
     assert "has the label 10" in err
     assert "labels are 0 to 9" in err
 

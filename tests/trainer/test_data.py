@@ -311,3 +311,24 @@ def test_values_beyond_the_type_of_the_input_are_named():
     x[70, 1] = -1e300
     with pytest.raises(DataError, match=r"-1e\+300 in column 'x' is beyond the range of float32"):
         binding.convert({"x": x, "labels": Y})
+
+
+def test_a_row_of_a_micro_batch_is_known_by_its_number_in_the_data():
+    data = open_data({"x": np.arange(23, dtype=np.float32)[:, None]})
+    binding = bind(data, [Field("x", np.dtype(np.float32), ("batch", 1))])
+    seen = []
+    for rank in range(3):
+        batches = Batches(binding, 4, seed=5, prefetch=0, rank=rank, world_size=3)
+        for index, batch in enumerate(batches.epoch(2)):
+            for row, value in enumerate(batch["x"][:, 0]):
+                assert batches.row(2, index, row) == value
+                seen.append(value)
+    assert sorted(seen) == list(range(23))
+
+
+def test_a_fixed_batch_must_divide_the_rows_of_all_processes():
+    data = open_data({"x": np.zeros((24, 1), np.float32)})
+    binding = bind(data, [Field("x", np.dtype(np.float32), (8, 1))])
+    binding.check_size(8)
+    with pytest.raises(DataError, match="8 rows in each of 2 processes, and 24 rows of the data .* leave 8 out"):
+        binding.check_size(8, 2)
