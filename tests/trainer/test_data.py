@@ -330,5 +330,5 @@ def test_a_fixed_batch_must_divide_the_rows_of_all_processes():
     data = open_data({"x": np.zeros((24, 1), np.float32)})
     binding = bind(data, [Field("x", np.dtype(np.float32), (8, 1))])
     binding.check_size(8)
-    with pytest.raises(DataError, match="8 rows in each of 2 processes, and 24 rows of the data .* leave 8 out"):
+    with pytest.raises(DataError, match=r"8 rows in each of 2 processes, and 24 rows of the data .* leave 8 out"):
         binding.check_size(8, 2)
