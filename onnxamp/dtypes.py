@@ -42,7 +42,7 @@ class FloatType:
 
 
 def _row(name: str, kind: ir.DataType, dtype: object) -> FloatType:
-    numpy = np.dtype(dtype)  # type: ignore[call-overload]
+    numpy = np.dtype(dtype)  # type: ignore[call-overload]  # ml_dtypes has no types
     info = ml_dtypes.finfo(numpy)
     return FloatType(
         name=name,

@@ -241,7 +241,7 @@ class Emitter:
             return self.constant(value)
         if isinstance(value, (list, tuple)):
             return self.constant(np.asarray(value, np.int64))
-        return self.scalar(float(value), None if first is None else first.dtype)  # type: ignore[arg-type]
+        return self.scalar(float(value), None if first is None else first.dtype)  # type: ignore[arg-type]  # the branches above took the rest
 
     def _fp32_only(self, dtype: ir.DataType) -> frozenset[str]:
         if dtype == ir.DataType.FLOAT16:

@@ -102,7 +102,7 @@ def training_options(function: _F) -> _F:
 
 OPTION_NAMES: tuple[str, ...] = tuple(
     str(option.name)
-    for option in training_options(lambda: None).__click_params__[::-1]  # type: ignore[attr-defined]
+    for option in training_options(lambda: None).__click_params__[::-1]  # type: ignore[attr-defined]  # set by click
 )
 """Names of the options as parameters of the command."""
 

@@ -139,7 +139,7 @@ def _load(path: pathlib.Path) -> Any:
     try:
         loaded = np.load(path, mmap_mode="r" if path.suffix == ".npy" else None, allow_pickle=False)
         if isinstance(loaded, Mapping):
-            with loaded:  # type: ignore[attr-defined]
+            with loaded:  # type: ignore[attr-defined]  # np.load gives no other mapping
                 return dict(loaded)
         return loaded
     except Exception as problem:  # archives and headers fail in as many ways as there are damages and compressions

@@ -43,7 +43,7 @@ class Tolerance:
         for name in changes:
             if name not in MEASURES:
                 raise UsageError(f"Unknown measure {name!r}: use one of {', '.join(MEASURES)}.")
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]  # floats by name
 
     def missed(self, found: Difference) -> list[str]:
         """The bounds that `found` breaks, in words."""

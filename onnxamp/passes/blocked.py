@@ -37,7 +37,7 @@ class BlockedConvPass(ir.passes.InPlacePass):
         suitable = [node for node in graph if operator_name(node) == "Conv" and self._suits(node)]
         for node in suitable:
             x, weight = node.inputs[:2]
-            assert x is not None and weight is not None  # noqa: PT018
+            assert x is not None and weight is not None  # noqa: PT018 (for mypy)
             if x not in reordered:
                 reorder = ir.node(
                     "ReorderInput", [x], {"channels_last": 0}, domain=DOMAIN, name=f"{x.name}/ReorderInput"

@@ -46,7 +46,7 @@ class Trained:
 def replace(op: Fragment, node: ir.Node) -> Trained:
     """Put the stand-in in the place of a BatchNormalization in inference form; running statistics are not read by it."""
     x, scale, bias, mean, variance = node.inputs
-    assert x is not None and scale is not None and bias is not None and mean is not None and variance is not None  # noqa: PT018
+    assert x is not None and scale is not None and bias is not None and mean is not None and variance is not None  # noqa: PT018 (for mypy)
     y = node.outputs[0]
     op.section(node.name or str(y.name), dict(node.metadata_props))
     inputs = [op.cast(value, FLOAT) for value in (x, scale, bias)]
@@ -84,7 +84,7 @@ def _initializer(value: ir.Value) -> str:
 def _batch_statistics(op: Builder, node: ir.Node, g: ir.Value, *_: ir.Value | None) -> Gradients:
     """The formulas above."""
     x, scale, _bias = node.inputs
-    assert x is not None and scale is not None  # noqa: PT018
+    assert x is not None and scale is not None  # noqa: PT018 (for mypy)
     _y, centered, _mean, _variance, inverse = node.outputs
     rank = op.rank(x)
     axes = [0, *range(2, rank)]
@@ -106,7 +106,7 @@ def write_out(op: Fragment, trained: Trained) -> tuple[ir.Value, ir.Value]:
     """Replace the stand-in by its operators; returns the batch mean and the unbiased batch variance, both of shape [C]."""
     node = trained.node
     x, scale, bias = node.inputs
-    assert x is not None and scale is not None and bias is not None  # noqa: PT018
+    assert x is not None and scale is not None and bias is not None  # noqa: PT018 (for mypy)
     rank = op.rank(x)
     axes = [0, *range(2, rank)]
     op.section(node.name or OPERATOR, dict(node.metadata_props))

@@ -30,6 +30,9 @@ class Group:
     def __post_init__(self) -> None:
         if not isinstance(self.match, str):
             object.__setattr__(self, "match", tuple(self.match))
+        for name, value in (("lr_factor", self.lr_factor), ("weight_decay", self.weight_decay or 0.0)):
+            if not isinstance(value, int | float):
+                raise UsageError(f"Group {self.title!r}: {name} must be a number, not {value!r}.")
         if self.lr_factor < 0 or (self.weight_decay is not None and self.weight_decay < 0):
             raise UsageError(f"Group {self.title!r}: lr_factor and weight_decay must not be negative.")
 
@@ -65,7 +68,7 @@ def make_groups(specs: Sequence[Group | Mapping[str, object]] | None) -> tuple[G
         if "match" not in spec:
             raise UsageError("A parameter group needs match, a pattern of parameter names.")
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in spec.items()}
-        groups.append(Group(**values))  # type: ignore[arg-type]
+        groups.append(Group(**values))  # type: ignore[arg-type]  # Group checks them
     titles = [group.title for group in groups]
     for title in titles:
         if titles.count(title) > 1 or title == DEFAULT.title:

@@ -234,7 +234,7 @@ def _adaptable(node: ir.Node) -> Adapter | None:
 def _insert(graph: ir.Graph, node: ir.Node, adapter: Adapter, rank: int, seed: int) -> None:
     weight = graph.initializers[adapter.weight]
     x, y = node.inputs[0], node.outputs[0]
-    assert x is not None and weight.shape is not None and weight.dtype is not None  # noqa: PT018
+    assert x is not None and weight.shape is not None and weight.dtype is not None  # noqa: PT018 (for mypy)
     dims = [int(size) for size in weight.shape.numpy()]
     if adapter.form == "conv":
         groups = adapter.groups

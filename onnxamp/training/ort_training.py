@@ -194,7 +194,7 @@ def _write_out_recurrent(graph: ir.Graph, node: ir.Node) -> None:
     lstm = node.op_type == "LSTM"
     operands = [*node.inputs, *[None] * (8 - len(node.inputs))]
     x, recurrence = operands[0], operands[2]
-    assert x is not None and recurrence is not None and recurrence.shape is not None  # noqa: PT018
+    assert x is not None and recurrence is not None and recurrence.shape is not None  # noqa: PT018 (for mypy)
     count, _, hidden = map(int, recurrence.shape.numpy())
     direction = node.attributes.get_string("direction", "forward")
     backwards = [False, True] if direction == "bidirectional" else [direction == "reverse"]
@@ -261,7 +261,7 @@ def _refusal(node: ir.Node, what: str) -> UnsupportedError:
 def _write_out_norm(graph: ir.Graph, node: ir.Node) -> None:
     """y = (x − μ)·(γ/√(σ² + ε)) + β: the builder knows only the form with batch statistics."""
     x, scale, bias, mean, variance = node.inputs
-    assert x is not None and scale is not None and bias is not None and mean is not None and variance is not None  # noqa: PT018
+    assert x is not None and scale is not None and bias is not None and mean is not None and variance is not None  # noqa: PT018 (for mypy)
     op = Fragment(graph)
     op.section(f"{node.name}/frozen")
     spatial = list(range(1, op.rank(x) - 1))
@@ -286,7 +286,7 @@ def _surrogate(model: ir.Model, ends: Sequence[ir.Value], kept: Sequence[ir.Valu
     parts: list[ir.Value] = []
     for end in ends:
         y = values[end.name]
-        assert y.dtype is not None and y.shape is not None  # noqa: PT018
+        assert y.dtype is not None and y.shape is not None  # noqa: PT018 (for mypy)
         seed = op.input(
             f"ort_training/seed{len(names)}", y.dtype, [d if isinstance(d, int) else str(d.value) for d in y.shape]
         )

@@ -52,6 +52,7 @@ def model(export):
         ({"output": "z"}, UsageError, "no output 'z'"),
         ({"loss": "model_output"}, UsageError, "not a scalar"),
         ({"groups": [{"match": "*", "lr": 1}]}, UsageError, "no entry 'lr'"),
+        ({"groups": [{"match": "*", "lr_factor": "fast"}]}, UsageError, "lr_factor must be a number"),
         ({"groups": [{"lr_factor": 1}]}, UsageError, "needs match"),
         ({"groups": [Group("a"), Group("a")]}, UsageError, "taken twice"),
         ({"seed": 2**64}, UsageError, "64 bits"),

@@ -30,7 +30,7 @@ def _spread(op: Builder, g: ir.Value, x: ir.Value, window: Window) -> ir.Value:
     n = window.rank
     maps = [op.Reshape(value, op.join([-1, 1, *(op.dim(value, axis) for axis in range(2, n + 2))])) for value in (g, x)]
     for single, value in zip(maps, (g, x), strict=True):
-        single.shape = ir.Shape([None, 1, *value.shape[2:]])  # type: ignore[index]
+        single.shape = ir.Shape([None, 1, *value.shape[2:]])  # type: ignore[index]  # asserted above
     ones = op.Expand(op.scalar(1.0, g.dtype), [1, 1, *window.kernel])
     return op.reshape(spread_back(op, maps[0], ones, maps[1], window, 1), x)
 
@@ -188,7 +188,7 @@ def col2im(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     sizes = op.dims(g)[2:]
     op.refuse(not all(isinstance(size, int) for size in sizes), "the size of the image is not static")
     counts = [
-        (int(size) + b + e - reach - 1) // stride + 1  # type: ignore[arg-type]
+        (int(size) + b + e - reach - 1) // stride + 1  # type: ignore[arg-type]  # refused above
         for size, b, e, reach, stride in zip(sizes, window.begin, window.end, window.reach, strides, strict=True)
     ]
     like = ir.Value(name="columns", type=g.type, shape=ir.Shape([1, 1, *counts]))

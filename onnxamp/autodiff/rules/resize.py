@@ -58,7 +58,9 @@ def _common_scale(op: Builder, node: ir.Node, sizes: Sequence[Dim], axes: Sequen
     wanted = op.known(node.inputs[3])
     op.refuse(wanted is None, "the sizes of Resize are computed at run time")
     assert wanted is not None
-    factors = [float(w) / float(sizes[axis]) for w, axis in zip(wanted.reshape(-1), axes, strict=True)]  # type: ignore[arg-type]
+    static = [size for axis in axes if isinstance(size := sizes[axis], int)]
+    op.refuse(len(static) < len(axes), "this Resize keeps the ratio of sizes that are not static")
+    factors = [float(w) / size for w, size in zip(wanted.reshape(-1), static, strict=True)]
     return min(factors) if policy == "not_larger" else max(factors)
 
 

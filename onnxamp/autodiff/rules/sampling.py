@@ -215,7 +215,7 @@ def deform_conv(op: Builder, node: ir.Node) -> list[ir.Value]:
     channels, (rows, columns) = op.dims(x)[1], op.dims(offset)[2:]
     static = (outputs, inner, kh, kw, channels, rows, columns)
     op.refuse(not all(isinstance(size, int) for size in static), "it needs static sizes, except for the batch")
-    outputs, inner, kh, kw, channels, rows, columns = (int(size) for size in static)  # type: ignore[arg-type]
+    outputs, inner, kh, kw, channels, rows, columns = (int(size) for size in static)  # type: ignore[arg-type]  # refused above
     taps, places = kh * kw, rows * columns
     shifts = op.Reshape(op.wide(offset), [-1, taps, 2, places])
     data = op.Reshape(op.wide(x), op.join([-1, channels // parts, op.dim(x, 2), op.dim(x, 3)]))

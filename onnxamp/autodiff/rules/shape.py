@@ -107,7 +107,7 @@ def slice_(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     if axes is None:
         number = op.dims(inputs[1])[0] if inputs[1] is not None else None
         op.refuse(not isinstance(number, int) or inputs[3] is not None, "its axes are computed at run time")
-        axes = np.arange(number)  # type: ignore[arg-type]
+        axes = np.arange(number)  # type: ignore[arg-type]  # refused above
     for index, axis in reversed(list(enumerate(int(axis) % rank for axis in axes.reshape(-1)))):
         # Along each axis: the positions that the forward Slice took, found by slicing the positions themselves.
         size = op.dim(x, axis)
@@ -215,10 +215,10 @@ def _fold_border(op: Builder, g: ir.Value, x: ir.Value, axis: int, before: int, 
     op.refuse(not isinstance(size, int), f"Pad in mode {mode} needs a static size of dimension {axis}")
     assert isinstance(size, int)
     numpy_mode = {"reflect": "reflect", "edge": "edge", "wrap": "wrap"}[mode]
-    source = np.pad(np.arange(size), (before, after), mode=numpy_mode)  # type: ignore[call-overload]
+    source = np.pad(np.arange(size), (before, after), mode=numpy_mode)  # type: ignore[call-overload]  # wants a literal
     selection = np.zeros((size, source.size), np.float32)
     selection[source, np.arange(source.size)] = 1.0
-    matrix = op.cast(op.constant(selection), g.dtype)  # type: ignore[arg-type]
+    matrix = op.cast(op.constant(selection), g.dtype)  # type: ignore[arg-type]  # typed graphs only
     rank = op.rank(x)
     order = [other for other in range(rank) if other != axis] + [axis]
     summed = op.MatMul(op.transpose(g, order), op.swap(matrix))
