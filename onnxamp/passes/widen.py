@@ -43,9 +43,10 @@ class WidenPass(ir.passes.InPlacePass):
                 target = cast_target(node) if operator_name(node) == "Cast" else None
                 if target is not None and node.outputs[0].type is None:  # before opset 6 inference does not look at it
                     node.outputs[0].type = ir.TensorType(target)
-        ends = self._ends(model) if self.keep_io else {}
+        self._ends = _ends(model) if self.keep_io else {}
+        kinds = {value.name or "": kind for value, kind in self._ends.items()}
         self._find_kept(model)
-        self._stay.update(value for value in ends if _is_behind_cast(value))
+        self._stay.update(value for value in self._ends if _is_behind_cast(value))
         widened = {value for value in values if low_element(value.type) is not None and value not in self._stay}
         for value in widened:
             value.type = widened_type(value.type)
@@ -59,7 +60,7 @@ class WidenPass(ir.passes.InPlacePass):
         _drop_casts(model.graph, widened)
         self._names, self._opset = Names(model), standard_opset(model)
         self._serve_kept()
-        self._restore_ends(model.graph, ends)
+        self._restore_ends(model.graph, kinds)
         notes = [model.metadata_props, *(value.metadata_props for value in values)]
         notes += [node.metadata_props for graph in graphs for node in all_nodes(graph)]
         for props in notes:
@@ -91,7 +92,7 @@ class WidenPass(ir.passes.InPlacePass):
                     value is None
                     or low_element(value.type) is None
                     or value.is_graph_output()
-                    or value.is_graph_input()
+                    or (value.is_graph_input() and value not in self._ends)
                 ):
                     continue
                 producer = value.producer()
@@ -115,48 +116,37 @@ class WidenPass(ir.passes.InPlacePass):
                     for user, index in value.uses()
                     if user not in self._kept and operator_name(user) != "Cast"
                 ]
-                if users or value.is_graph_output():
+                if users or (value.is_graph_output() and value not in self._ends):
                     self._bring_back(node, value, users)
 
     def _bring_back(self, node: ir.Node, value: ir.Value, users: list[tuple[ir.Node, int]]) -> None:
-        """A Cast behind `value`, whose result takes its name."""
+        """A Cast behind `value`, whose result takes its name, unless that is the interface's."""
         name, kind, graph = value.name or "", value.dtype, value.graph
         assert kind is not None
         assert graph is not None
-        value.name = self._names.value(name, kind)
-        up = self._cast(value, name, FP32.ir)
+        if value in self._ends:
+            up = self._cast(value, self._names.value(name, FP32.ir), FP32.ir)
+        else:
+            value.name = self._names.value(name, kind)
+            up = self._cast(value, name, FP32.ir)
+            for index, output in enumerate(graph.outputs):
+                if output is value:
+                    graph.outputs[index] = up.outputs[0]
         node.append(up)
         for user, index in users:
             user.replace_input_with(index, up.outputs[0])
-        for index, output in enumerate(graph.outputs):
-            if output is value:
-                graph.outputs[index] = up.outputs[0]
 
     # -- interface --------------------------------------------------------------------------------------------------
 
-    def _ends(self, model: ir.Model) -> dict[ir.Value, ir.DataType]:
-        """The 16-bit inputs and outputs of the model."""
-        given = [value for value in model.graph.inputs if model.ir_version >= 4 or not value.is_initializer()]
-        ends = {}
-        for value in (*given, *model.graph.outputs):
-            kind = low_element(value.type)
-            if kind is not None and not isinstance(value.type, ir.TensorType):
-                raise UnsupportedError(
-                    f"{value.name!r} holds 16-bit tensors in a {value.type}, which has no Cast: let the interface become fp32."
-                )
-            if kind is not None:
-                ends[value] = kind
-        return ends
-
-    def _restore_ends(self, graph: ir.Graph, ends: dict[ir.Value, ir.DataType]) -> None:
-        """Casts behind inputs and before outputs that keep their types."""
-        kinds = {value.name: kind for value, kind in ends.items()}
+    def _restore_ends(self, graph: ir.Graph, kinds: dict[str, ir.DataType]) -> None:
+        """Casts behind inputs and before outputs that keep their types, by name."""
         for value in reversed(graph.inputs):
-            if value.name not in kinds or value in self._stay:
+            name = value.name or ""
+            if name not in kinds or value in self._stay:
                 continue
             users = tuple(value.uses())
-            up = self._cast(value, self._names.value(value.name or "", FP32.ir), FP32.ir)
-            _set_type(value, kinds[value.name])
+            up = self._cast(value, self._names.value(name, FP32.ir), FP32.ir)
+            _set_type(value, kinds[name])
             for user, index in users:
                 user.replace_input_with(index, up.outputs[0])
             graph.insert_before(graph[0], up)
@@ -176,6 +166,21 @@ class WidenPass(ir.passes.InPlacePass):
         return ir.Node(
             "", "Cast", [value], [cast_attribute(kind, self._opset)], outputs=[out], name=self._names.node(name)
         )
+
+
+def _ends(model: ir.Model) -> dict[ir.Value, ir.DataType]:
+    """The 16-bit inputs and outputs of the model."""
+    given = [value for value in model.graph.inputs if model.ir_version >= 4 or not value.is_initializer()]
+    ends = {}
+    for value in (*given, *model.graph.outputs):
+        kind = low_element(value.type)
+        if kind is not None and not isinstance(value.type, ir.TensorType):
+            raise UnsupportedError(
+                f"{value.name!r} holds 16-bit tensors in a {value.type}, which has no Cast: let the interface become fp32."
+            )
+        if kind is not None:
+            ends[value] = kind
+    return ends
 
 
 def _is_behind_cast(value: ir.Value) -> bool:
