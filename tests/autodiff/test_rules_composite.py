@@ -50,6 +50,18 @@ RESIZES = [
          coordinate_transformation_mode="align_corners"),
     case("Resize", (1, 2, 4, 5), None, None, ints(6, 8), axes=[2, 3], mode="cubic", symbolic="batch", cubic_coeff_a=-0.75),
     case("Resize", (1, 2, 4, 4), None, None, ints(7, 3), axes=[2, 3], mode="nearest", symbolic="batch"),
+    case("Resize", (1, 2, 4, 5), None, None, ints(6, 8), axes=[-2, -1], mode="linear", symbolic="batch",
+         oracle=lambda x: F.interpolate(x, (6, 8), mode="bilinear")),
+    case("Resize", (1, 2, 3, 4), None, np.asarray([2, 3], np.float32), axes=[-1, -2], mode="nearest", symbolic="batch",
+         oracle=lambda x: F.interpolate(x, (9, 8), mode="nearest")),
+    # As many elements as before: copied if this is so in all dimensions, else read at other places.
+    case("Resize", (1, 1, 4), None, np.asarray([1, 1, 1.2], np.float32), mode="linear", symbolic="",
+         oracle=lambda x: F.interpolate(x, scale_factor=1.2, mode="linear", recompute_scale_factor=False)),
+    *(
+        case("Resize", (1, 1, 5, 2), None, None, ints(*sizes), axes=[2, 3], mode="linear", symbolic="",
+             keep_aspect_ratio_policy=policy)
+        for policy, sizes in (("not_larger", (6, 9)), ("not_smaller", (6, 2)), ("not_larger", (8, 4)), ("not_smaller", (7, 1)))
+    ),
 ]  # fmt: skip
 
 
@@ -188,4 +200,4 @@ def test_rule(check_case, case):
 
 
 def test_number_of_cases():
-    assert len(CASES) == 41
+    assert len(CASES) == 48

@@ -17,7 +17,8 @@ from onnxamp.autodiff.registry import Gradients, gradient
 def resize(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """dX = Mᵀ·g along every resized axis, M what the reference evaluator makes of the unit matrix.
 
-    Whole factors of nearest neighbours with the usual coordinates are sums over blocks and need no static sizes.
+    Whole factors of nearest neighbours with the usual coordinates are sums over blocks and need no static sizes. Where no size changes,
+    ONNX Runtime and PyTorch copy x whatever the factors; where only some change, the others are interpolated by their factor too.
     """
     x = node.inputs[0]
     assert x is not None
@@ -26,25 +27,25 @@ def resize(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
         return [_block_sums(op, g, x, blocks)]
     sizes, results = op.dims(x), op.dims(node.outputs[0])
     scales = op.known(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else None
-    axes = list(node.attributes.get_ints("axes", tuple(range(len(sizes)))))
+    axes = [axis % len(sizes) for axis in node.attributes.get_ints("axes", tuple(range(len(sizes))))]
     policy = node.attributes.get_string("keep_aspect_ratio_policy", "stretch")
     crops = node.attributes.get_string("coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize"
     boxes = op.known(node.inputs[1]) if crops else None
     op.refuse(crops and boxes is None, "the region of Resize is computed at run time")
-    for axis, (size, result) in enumerate(zip(sizes, results, strict=True)):
-        if (size == result and size is not None and not crops) or axis not in axes:
+    if not crops and op.same_shape(x, node.outputs[0]):
+        return [g]
+    scaled = scales is not None and bool(scales.size)
+    ratio = None if scaled or policy == "stretch" else _common_ratio(op, node, sizes, axes, policy)
+    for place, axis in enumerate(axes):
+        size, result = sizes[axis], results[axis]
+        scale = float(scales.reshape(-1)[place]) if scaled and scales is not None else None
+        if not crops and (scale == 1.0 or (scale is None and ratio is None and size is not None and size == result)):
             continue
-        place = axes.index(axis)
-        scale = None if scales is None or not scales.size else float(scales.reshape(-1)[place])
-        if scale == 1.0 and not crops and not (isinstance(size, int) and isinstance(result, int)):
-            continue  # a free dimension, the batch
         op.refuse(not isinstance(size, int) or not isinstance(result, int), "this Resize needs static sizes")
         assert isinstance(size, int)
         assert isinstance(result, int)
-        if policy != "stretch" and scale is None:
-            scale = _common_scale(op, node, sizes, axes, policy)
         box = None if boxes is None else boxes.reshape(2, -1)[:, place]
-        matrix = _matrix(node, size, result, scale, box, op.opset)
+        matrix = _matrix(op, node, size, result, scale if ratio is None else ratio, box)
         order = [other for other in range(len(sizes)) if other != axis] + [axis]
         assert g.dtype is not None
         product = op.MatMul(op.transpose(g, order), op.cast(op.constant(matrix), g.dtype))
@@ -53,15 +54,17 @@ def resize(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     return [g]
 
 
-def _common_scale(op: Builder, node: ir.Node, sizes: Sequence[Dim], axes: Sequence[int], policy: str) -> float:
-    """The factor of all axes where the sizes keep their ratio."""
+def _common_ratio(
+    op: Builder, node: ir.Node, sizes: Sequence[Dim], axes: Sequence[int], policy: str
+) -> tuple[int, int]:
+    """The wanted and the present size of the axis whose factor is that of all, where sizes keep their ratio."""
     wanted = op.known(node.inputs[3])
     op.refuse(wanted is None, "the sizes of Resize are computed at run time")
     assert wanted is not None
     static = [size for axis in axes if isinstance(size := sizes[axis], int)]
     op.refuse(len(static) < len(axes), "this Resize keeps the ratio of sizes that are not static")
-    factors = [float(w) / size for w, size in zip(wanted.reshape(-1), static, strict=True)]
-    return min(factors) if policy == "not_larger" else max(factors)
+    choose = min if policy == "not_larger" else max
+    return choose(zip(wanted.reshape(-1).tolist(), static, strict=True), key=lambda pair: pair[0] / pair[1])
 
 
 def _whole_factors(op: Builder, node: ir.Node, x: ir.Value) -> list[int] | None:
@@ -97,26 +100,46 @@ def _block_sums(op: Builder, g: ir.Value, x: ir.Value, factors: list[int]) -> ir
 
 
 def _matrix(
-    node: ir.Node, size: int, result: int, scale: float | None, box: np.ndarray | None, opset: int
+    op: Builder,
+    node: ir.Node,
+    size: int,
+    result: int,
+    scale: float | tuple[int, int] | None,
+    box: np.ndarray | None,
 ) -> np.ndarray:
-    """[result, size]: what the forward node makes of each unit vector along one axis."""
-    unit = np.eye(size, dtype=np.float64)[:, None, None, :]
+    """[result, size]: what the forward node makes of each unit vector along one axis.
+
+    A factor (w, s) is w/s, and the result is rounded to the nearest size: a further axis, of s equal elements that become w, sets it.
+    """
     kept = {"axes", "keep_aspect_ratio_policy", "extrapolation_value"}
     attributes = [ir.to_proto(attr) for name, attr in node.attributes.items() if name not in kept]
-    roi = "" if box is None else "roi"
-    names = ["x", roi, "scales", ""] if scale is not None else ["x", roi, "", "sizes"]
-    proto = onnx.helper.make_node("Resize", names, ["y"])
-    proto.attribute.extend(attributes)
-    feeds: dict[str, np.ndarray] = {"x": unit}
-    if box is not None:
-        feeds["roi"] = np.asarray([0.0, 0.0, 0.0, box[0], 1.0, 1.0, 1.0, box[1]], np.float32)
-    if scale is not None:
-        feeds["scales"] = np.asarray([1.0, 1.0, 1.0, scale], np.float32)
+    feeds = {"x": np.eye(size, dtype=np.float64)[:, None, None, :]}
+    if isinstance(scale, tuple):
+        wanted, present = scale
+        feeds["x"] = np.repeat(feeds["x"], present, 2)
+        feeds["sizes"] = np.asarray([wanted, 0], np.int64)  # not_smaller: the larger factor, which is that of `scale`
+        attributes.append(onnx.helper.make_attribute("axes", [2, 3]))
+        attributes.append(onnx.helper.make_attribute("keep_aspect_ratio_policy", "not_smaller"))
+    elif scale is not None:
+        factor = np.float32(scale)
+        if int(size * np.float64(factor)) < result:  # runtimes multiply in FP32, which may round up to a whole number
+            factor = np.nextafter(factor, np.float32(np.inf))
+        feeds["scales"] = np.asarray([1.0, 1.0, 1.0, factor], np.float32)
     else:
         feeds["sizes"] = np.asarray([size, 1, 1, result], np.int64)
+    if box is not None:
+        whole = 1 if isinstance(scale, tuple) else 3
+        feeds["roi"] = np.asarray([*[0.0] * whole, box[0], *[1.0] * whole, box[1]], np.float32)
+    names = [name if name in feeds else "" for name in ("x", "roi", "scales", "sizes")]
+    proto = onnx.helper.make_node("Resize", names, ["y"])
+    proto.attribute.extend(attributes)
     graph = onnx.helper.make_graph(
         [proto], "resize", [onnx.ValueInfoProto(name=name) for name in feeds], [onnx.ValueInfoProto(name="y")]
     )
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", op.opset)])
     (rows,) = ReferenceEvaluator(model).run(None, feeds)
-    return np.asarray(rows, np.float64).reshape(size, result).T
+    matrix = np.asarray(rows, np.float64)[:, 0, 0].T
+    op.refuse(
+        matrix.shape != (result, size), f"a dimension of {size} becomes {matrix.shape[0]} by its factor, not {result}"
+    )
+    return matrix
