@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
@@ -155,10 +156,33 @@ class Facts:
         return operator(node).range is Range.RESTORES
 
     def _averages(self, node: ir.Node, reads: set[ir.Value]) -> bool:
-        """Whether the node makes a mean of ordinary values: a sum of them times a number."""
+        """Whether the node makes a mean of ordinary values, or less: a sum of n of them times a number of at most 1/n."""
         sums = [value for value in node.inputs if value is not None and self.scalar(value) is None]
         source = self.through_moves(sums[0]).producer() if len(sums) == 1 and len(node.inputs) == 2 else None
-        return source is not None and operator_name(source) == "ReduceSum" and source.inputs[0] not in reads
+        if source is None or operator_name(source) != "ReduceSum" or source.inputs[0] in reads:
+            return False
+        count = self._reduced(source)
+        number = self.scalar(node.inputs[1] if sums[0] is node.inputs[0] else node.inputs[0])
+        if count is None or not number:
+            return False
+        share = abs(number) if operator_name(node) == "Mul" else 1 / abs(number)
+        return share * count <= 1 + self.low.eps  # 1/n is rounded
+
+    def _reduced(self, node: ir.Node) -> int | None:
+        """How many elements of its operand each result of a reduction is made of; None if that is not known."""
+        shape = node.inputs[0].shape if node.inputs[0] is not None else None
+        if shape is None:
+            return None
+        axes = list(node.attributes.get_ints("axes", ()))
+        if len(node.inputs) > 1 and node.inputs[1] is not None:
+            tensor = self.tensor(node.inputs[1])
+            if tensor is None:
+                return None
+            axes = tensor.numpy().reshape(-1).tolist()
+        if not axes and not node.attributes.get_int("noop_with_empty_axes", 0):
+            axes = list(range(len(shape)))
+        sizes = [shape[axis] if -len(shape) <= axis < len(shape) else None for axis in axes]
+        return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
 
     def _reduces(self, denominator: ir.Value, numerator: ir.Value | None) -> bool:
         """Whether `denominator` is a reduction of `numerator`, with an epsilon at most between."""

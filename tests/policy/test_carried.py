@@ -8,7 +8,7 @@ HEAD = """g (float[4,4] x, int64[4] ids, bool[4,4] c, float size, int64[4,4] at)
 <float[4,4] w = {1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1}, float[4,4] table = {1,2,3,1e5,5,6,7,8,9,10,11,12,13,14,15,16}, float big = {1e5},
  float neg = {-1e5}, float tiny = {1e-5}, float k6e4 = {6e4},
  float k1e3_ = {5e-4}, float one = {1}, float zero = {0}, int64[2] shape = {4,4}, int64[4] pads = {0,0,1,0},
- int64 four = {4}, float[2] offon = {0,1e5}, int64 far = {100000}, float[4,4] ws = {1e-3,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0}>
+ int64 four = {4}, int64[1] last = {-1}, float[2] offon = {0,1e5}, int64 far = {100000}, float[4,4] ws = {1e-3,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0}>
 { h = MatMul(x, w)
 """
 TAIL = "\n y = MatMul(r, w) }"
@@ -35,6 +35,8 @@ CARRIED = [
     "a = Mul(h, k6e4) b = Transpose(a) r = Mul(b, k6e4)",
     "a = Div(h, tiny) r = Identity(a)",
     "a = Div(h, k1e3_) b = Reshape(a, shape) r = Div(b, k1e3_)",
+    "s = ReduceSum(h, last) r = Mul(s, big)",
+    "s = ReduceSum(h, last) k = Transpose(s) r = Div(k, tiny)",
     "r = Gemm(h, w, table)",
     "r = Gemm<alpha=1e6>(h, w)",
     "r = LeakyRelu<alpha=-1e6>(h)",

@@ -157,6 +157,25 @@ CASES = [
         {"b": "AMP116"},
     ),
     (
+        "a mean from a sum restores",
+        17,
+        "s = ReduceSum(h, last) k = Constant<value_float=0.25>() m = Mul(s, k) q = Constant<value_float=4>() d = Div(s, q) "
+        "b = Add(m, d) r = Add(h, b)",
+        {"m": "AMP116", "d": "AMP116", "r": "AMP003"},
+    ),
+    (
+        "a sum times another number does not",
+        17,
+        "s = ReduceSum(h, last) k = Constant<value_float=0.9>() m = Mul(s, k) r = Add(h, m)",
+        {"m": "AMP116", "r": "AMP116"},
+    ),
+    (
+        "nor does one of a number of elements that is unknown",
+        17,
+        "t = Reshape(h, n) s = ReduceSum(t, last) k = Constant<value_float=0.25>() m = Mul(s, k) r = Add(h, m)",
+        {"m": "AMP116", "r": "AMP116"},
+    ),
+    (
         "large factor",
         17,
         "k = Constant<value_float=4096.0>() a = Mul(h, k) r = Relu(a)",
@@ -201,7 +220,7 @@ CASES = [
         {"m": "AMP209", "a": "AMP209"},
     ),
 ]
-assert len({case[0] for case in CASES}) == len(CASES) == 34
+assert len({case[0] for case in CASES}) == len(CASES) == 37
 
 
 @pytest.mark.parametrize(("name", "opset", "body", "expected"), CASES, ids=[case[0] for case in CASES])
