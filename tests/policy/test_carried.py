@@ -8,7 +8,8 @@ HEAD = """g (float[4,4] x, int64[4] ids, bool[4,4] c, float size, int64[4,4] at)
 <float[4,4] w = {1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1}, float[4,4] table = {1,2,3,1e5,5,6,7,8,9,10,11,12,13,14,15,16}, float big = {1e5},
  float neg = {-1e5}, float tiny = {1e-5}, float k6e4 = {6e4},
  float k1e3_ = {5e-4}, float one = {1}, float zero = {0}, int64[2] shape = {4,4}, int64[4] pads = {0,0,1,0},
- int64 four = {4}, int64[1] last = {-1}, float[2] offon = {0,1e5}, int64 far = {100000}, float[4,4] ws = {1e-3,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0}>
+ int64[1] last = {-1},
+ int64 four = {4}, float[2] offon = {0,1e5}, int64 far = {100000}, float[4,4] ws = {1e-3,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0}>
 { h = MatMul(x, w)
 """
 TAIL = "\n y = MatMul(r, w) }"
