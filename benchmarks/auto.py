@@ -1,12 +1,13 @@
 """`convert --auto` on a folder of models, beside onnxconverter-common's auto_mixed_precision.
 
-    python benchmarks/auto.py FOLDER --inputs NPZ_FOLDER [--dtypes fp16,bf16] [--only TEXT] [--peer PYTHON] [--limit SECONDS]
-        --log LOG.jsonl
+    python benchmarks/auto.py FOLDER --inputs NPZ_FOLDER [--dtypes fp16,bf16] [--only TEXT,...] [--limit SECONDS]
+        [--cosine X | --allclose RTOL,ATOL] [--peer PYTHON [--strict]] --log LOG.jsonl
     python benchmarks/auto.py --table LOG.jsonl               # prints the tables of benchmarks/results/auto.md
 
 Tolerance: cosine 0.9999 in fp16, 0.999 in bf16, on the first input of each model (`MODEL.npz`; made up where there is none). Ours is judged
-under strict emulation, the peer as it judges itself: by ONNX Runtime's CPU provider, which hides overflow. `--peer` is a Python that has
-onnxconverter-common. A model that is in the log already is not run again.
+under strict emulation, the peer as it judges itself: by ONNX Runtime's CPU provider, which hides overflow and leaves out roundings; with
+`--strict` by strict emulation too. `--peer` is a Python that has onnxconverter-common, and onnxamp for `--strict`. A model that is in the
+log already is not run again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import onnx
 COSINE = {"fp16": 0.9999, "bf16": 0.999}
 
 
-def ours(path: str, inputs: str, dtype: str) -> dict:
+def ours(path: str, inputs: str, dtype: str, options: argparse.Namespace) -> dict:
     """Search, and what was found."""
     from onnxamp.evidence import Tolerance
     from onnxamp.evidence.search import search
@@ -39,8 +40,14 @@ def ours(path: str, inputs: str, dtype: str) -> dict:
     if not inputs:
         inputs = os.path.join(tempfile.mkdtemp(), "made-up.npz")
         np.savez(inputs, **made_up(path))
+    if options.allclose:
+        reference = outputs(path, inputs)
+        asked = {"tolerance": Tolerance(integers=None), "least": 1.0,
+                 "score": lambda found: float(accepts(options, dtype, reference, list(found[0].values())))}  # fmt: skip
+    else:
+        asked = {"tolerance": Tolerance(cosine=options.cosine or COSINE[dtype])}
     start, processor = time.perf_counter(), time.process_time()
-    found = search(path, Options(dtype=dtype), Tolerance(cosine=COSINE[dtype]), inputs)
+    found = search(path, Options(dtype=dtype), data=inputs, **asked)
     first, best = found.trials[0], found.best
     row = {
         "seconds": time.perf_counter() - start,
@@ -53,13 +60,58 @@ def ours(path: str, inputs: str, dtype: str) -> dict:
         "raised": len(best.raised),
         "lowered": len(best.lowered),
         "weights": None if found.weights is None else found.weights.result.worst.cosine,
+        "remaining": found.remaining,
         "islands": dict(found.result.summary.islands),
     }
     with tempfile.TemporaryDirectory() as scratch:
         out = os.path.join(scratch, "out.onnx")
         found.result.save(out)
-        row["low"] = low_nodes(out)
+        row |= judged(path, out, inputs)
     return row
+
+
+def accepts(options: argparse.Namespace, dtype: str, reference: list, candidate: list) -> bool:
+    """Whether outputs are within the tolerance."""
+    if options.allclose:
+        rtol, atol = map(float, options.allclose.split(","))
+        return all(np.allclose(a, b, rtol, atol) for a, b in zip(reference, candidate, strict=True))
+    return all(cosine(a, b) >= (options.cosine or COSINE[dtype]) for a, b in zip(reference, candidate, strict=True))
+
+
+def judged(reference: str, path: str, inputs: str) -> dict:
+    """Of a result, whoever made it: nodes in 16 bits, bytes that one run moves, and the worst cosine under strict emulation."""
+    import counter
+    import judge
+
+    from onnxamp import verify
+
+    found = verify(reference, path, inputs, check_file=False)
+    source = judge.inferred(onnx.load(reference))
+    try:
+        moved = counter.moved_bytes(onnx.load(path), source, counter.observe(source, feeds_of(source, inputs)))
+    except (AssertionError, KeyError, ValueError):  # the counter knows values by the source's names
+        moved = None
+    strict = min((output.worst.cosine if not output.worst.nonfinite else 0.0 for output in found.outputs), default=1.0)
+    return {"low": low_nodes(path), "bytes": moved, "strict": strict}
+
+
+def feeds_of(model: onnx.ModelProto, inputs: str) -> dict:
+    """The arrays of a file by input name; keys may be positions."""
+    names = [value.name for value in model.graph.input]
+    with np.load(inputs) as arrays:
+        return {(key if key in names else names[int(key)]): arrays[key] for key in arrays.files}
+
+
+def outputs(path: str, inputs: str) -> list:
+    """What a model gives."""
+    from onnxamp.evidence.inputs import model_inputs, samples
+    from onnxamp.model import io as models
+    from onnxamp.ort.session import SessionConfig, open_session, run
+
+    model = models.load(path)
+    return list(
+        run(open_session(model, SessionConfig(provider="cpu")), next(samples(inputs, model_inputs(model)))).values()
+    )
 
 
 def made_up(path: str) -> dict:
@@ -70,14 +122,12 @@ def made_up(path: str) -> dict:
     return synthesize(prepared(path), 1)[0][0]
 
 
-def peer(path: str, inputs: str) -> dict:
-    """The same with auto_mixed_precision; its evaluations are sessions that it runs to the end."""
-    from onnxconverter_common.auto_mixed_precision import auto_convert_mixed_precision
+def peer(path: str, inputs: str, out: str, options: argparse.Namespace) -> dict:
+    """The same with auto_mixed_precision; its evaluations are the sessions that it runs to the end."""
+    from onnxconverter_common import auto_mixed_precision
 
     model = onnx.load(path)
-    names = [value.name for value in model.graph.input]
-    with np.load(inputs) as arrays:
-        feeds = {(key if key in names else names[int(key)]): arrays[key] for key in arrays.files}
+    feeds = feeds_of(model, inputs)
     for index, node in enumerate(model.graph.node):
         node.name = node.name or f"node_{index}"
     count = 0
@@ -85,18 +135,28 @@ def peer(path: str, inputs: str) -> dict:
     def good(reference: list, candidate: list) -> bool:
         nonlocal count
         count += 1
-        return all(cosine(a, b) >= COSINE["fp16"] for a, b in zip(reference, candidate, strict=True))
+        return accepts(options, "fp16", reference, candidate)
 
+    if options.strict:
+        plain = auto_mixed_precision.get_tensor_values_using_ort
+        auto_mixed_precision.get_tensor_values_using_ort = lambda candidate, sample, wanted=None, settings=None: (
+            emulated(candidate, sample) if wanted is None else plain(candidate, sample, wanted, settings)
+        )
     start, processor = time.perf_counter(), time.process_time()
     with contextlib.redirect_stdout(io.StringIO()):
-        found = auto_convert_mixed_precision(model, feeds, good, keep_io_types=True)
+        found = auto_mixed_precision.auto_convert_mixed_precision(model, feeds, good, keep_io_types=True)
     row = {"seconds": time.perf_counter() - start, "processor": time.process_time() - processor}
     row["evaluations"] = count - 1  # the first compares the reference with itself
-    with tempfile.TemporaryDirectory() as scratch:
-        out = os.path.join(scratch, "out.onnx")
-        onnx.save(found, out)
-        row["low"] = low_nodes(out)
+    onnx.save(found, out)
     return row
+
+
+def emulated(model: onnx.ModelProto, feeds: dict) -> list:
+    """The outputs of a model under strict emulation."""
+    from onnxamp.ort.session import SessionConfig, open_session, run
+    from onnxamp.passes.emulate import emulate
+
+    return list(run(open_session(emulate(model), SessionConfig(provider="cpu")), feeds).values())
 
 
 def cosine(a: object, b: object) -> float:
@@ -124,28 +184,29 @@ def low_nodes(path: str) -> list[int]:
     return [low, total]
 
 
-def in_process(
-    python: str, what: str, path: str, inputs: str, dtype: str, limit: float, cosine_bound: float | None
-) -> dict:
+def in_process(python: str, what: str, path: str, inputs: str, dtype: str, options: argparse.Namespace) -> dict:
     """Run one of the two in a process of its own, which may fail or take too long."""
-    command = [python, "-W", "ignore", __file__, "--what", what, "--dtypes", dtype, "--inputs", inputs, path]
-    if cosine_bound is not None:
-        command += ["--cosine", str(cosine_bound)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
-        return json.loads(done.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        return {"error": f"stopped after {limit:.0f} s"}
-    except (IndexError, ValueError):
-        last = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-        return {"error": " ".join(last.split())[:160]}
+    with tempfile.TemporaryDirectory() as scratch:
+        out = os.path.join(scratch, "out.onnx")
+        command = [python, "-W", "ignore", __file__, "--what", what, "--dtypes", dtype, "--inputs", inputs, path]
+        command += ["--out", out, *(["--cosine", str(options.cosine)] if options.cosine is not None else [])]
+        command += [*(["--allclose", options.allclose] if options.allclose else []), *["--strict"] * options.strict]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=options.limit)
+            row = json.loads(done.stdout.splitlines()[-1])
+        except subprocess.TimeoutExpired:
+            return {"error": f"stopped after {options.limit:.0f} s"}
+        except (IndexError, ValueError):
+            last = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+            return {"error": " ".join(last.split())[:160]}
+        return row if what == "ours" else row | judged(path, out, inputs)
 
 
 def run(options: argparse.Namespace) -> None:
     log = pathlib.Path(options.log)
     done = {(r["model"], r["what"], r["dtype"]) for r in rows(log)} if log.exists() else set()
-    for path in sorted(pathlib.Path(options.folder).glob("*.onnx")):
-        if options.only not in path.stem:
+    for path in sorted(pathlib.Path(options.folder).glob("*.onnx"), key=lambda path: path.stat().st_size):
+        if not any(part in path.stem for part in options.only.split(",")):
             continue
         inputs = pathlib.Path(options.inputs, f"{path.stem}.npz")
         data = str(inputs) if inputs.exists() else ""
@@ -157,7 +218,7 @@ def run(options: argparse.Namespace) -> None:
         for what, dtype, python in jobs:
             if (path.stem, what, dtype) in done:
                 continue
-            row = in_process(python, what, str(path), data, dtype, options.limit, options.cosine)
+            row = in_process(python, what, str(path), data, dtype, options)
             row |= {"model": path.stem, "what": what, "dtype": dtype}
             with log.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -169,39 +230,44 @@ def rows(log: pathlib.Path) -> list[dict]:
 
 
 def table(log: pathlib.Path) -> str:
-    """The two tables in Markdown."""
+    """The two tables in Markdown: ours, and beside the peer."""
     found = rows(log)
     lines = [
-        "| model | dtype | O2 share | O2 cosine | share found | cosine found | traffic found / O2 | evaluations | raised | lowered | s |",
-        "|" + "---|" * 11,
+        "| model | dtype | O2 share | O2 cosine | share found | cosine found | bytes found / O2 | evaluations | raised | lowered | "
+        "CPU s | nodes that stay fp32 |",
+        "|" + "---|" * 12,
     ]
     for row in sorted((r for r in found if r["what"] == "ours"), key=lambda r: (r["dtype"] != "fp16", r["model"])):
         head = f"| {row['model']} | {row['dtype']} |"
         if "error" in row:
-            lines.append(f"{head} {row['error']} |" + " |" * 8)
+            lines.append(f"{head} {row['error']} |" + " |" * 9)
             continue
         verdict = "" if row["feasible"] else f" (infeasible: the weights alone give {row['weights']:.6f})"
+        why = ", ".join(f"{count} {reason}" for reason, count in row.get("remaining", {}).items())
         lines.append(
             f"{head} {row['share'][0]:.3f} | {row['cosine'][0]:.6f} | {row['share'][1]:.3f} | "
             f"{row['cosine'][1]:.6f}{verdict} | {row['traffic'][1] / row['traffic'][0]:.3f} | {row['evaluations']} | {row['raised']} | "
-            f"{row['lowered']} | {row['seconds']:.1f} |"
+            f"{row['lowered']} | {row['processor']:.1f} | {why} |"
         )
     lines += [
         "",
-        "| model | nodes in 16 bits: ours | peer's | evaluations: ours | peer's | s: ours | peer's |",
-        "|" + "---|" * 7,
+        "| model | nodes in 16 bits: ours | peer's | evaluations: ours | peer's | CPU s: ours | peer's | "
+        "bytes, peer's / ours | strict cosine: ours | peer's |",
+        "|" + "---|" * 10,
     ]
     mine = {row["model"]: row for row in found if row["what"] == "ours" and row["dtype"] == "fp16"}
     for row in sorted((r for r in found if r["what"] == "peer"), key=lambda r: r["model"]):
         own = mine[row["model"]]
-        left = "{}/{}".format(*own["low"]) if "low" in own else own["error"]
-        if "error" in row:
-            theirs = [row["error"], "", ""]
-        else:
-            theirs = ["{}/{}".format(*row["low"]), str(row["evaluations"]), f"{row['seconds']:.1f}"]
+        if "error" in own:
+            lines.append(f"| {row['model']} | {own['error']} |" + " |" * 8)
+            continue
+        left, cells = "{}/{}".format(*own["low"]), [row.get("error", "")] + [""] * 4
+        if "error" not in row:
+            cells = ["{}/{}".format(*row["low"]), str(row["evaluations"]), f"{row['processor']:.1f}",
+                     f"{row['bytes'] / own['bytes']:.3f}" if row["bytes"] and own["bytes"] else "", f"{row['strict']:.8f}"]  # fmt: skip
         lines.append(
-            f"| {row['model']} | {left} | {theirs[0]} | {own.get('evaluations', '')} | {theirs[1]} | "
-            f"{own.get('seconds', 0):.1f} | {theirs[2]} |"
+            f"| {row['model']} | {left} | {cells[0]} | {own['evaluations']} | {cells[1]} | "
+            f"{own['processor']:.1f} | {cells[2]} | {cells[3]} | {own['strict']:.8f} | {cells[4]} |"
         )
     return "\n".join(lines)
 
@@ -211,22 +277,23 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", default="models")
     parser.add_argument("--inputs", default="")
     parser.add_argument("--dtypes", default="fp16")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="parts of names, with commas between")
     parser.add_argument("--cosine", type=float, help="another tolerance than those above")
+    parser.add_argument("--allclose", default="", metavar="RTOL,ATOL", help="numpy.allclose as the tolerance")
     parser.add_argument("--peer", default="")
+    parser.add_argument("--strict", action="store_true", help="judge the peer's candidates by strict emulation")
     parser.add_argument("--limit", type=float, default=900)
     parser.add_argument("--log", default="auto.jsonl")
     parser.add_argument("--table", type=pathlib.Path)
     parser.add_argument("--what", choices=["ours", "peer"], help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.cosine is not None:
-        COSINE.update(dict.fromkeys(COSINE, options.cosine))
     if options.table:
         print(table(options.table))
     elif options.what == "ours":
-        print(json.dumps(ours(options.folder, options.inputs, options.dtypes)))
+        print(json.dumps(ours(options.folder, options.inputs, options.dtypes, options)))
     elif options.what == "peer":
-        print(json.dumps(peer(options.folder, options.inputs)))
+        print(json.dumps(peer(options.folder, options.inputs, options.out, options)))
     else:
         run(options)
 

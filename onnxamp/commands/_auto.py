@@ -94,7 +94,9 @@ def _function(place: str) -> Callable[[Sequence[Mapping[str, Any]]], float]:
 
 
 def _said(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {' '.join(str(problem).split()) or 'no message'}"[:200].rstrip(".")
+    from onnxamp.errors import one_line
+
+    return f"{type(problem).__name__}: {one_line(problem, 200) or 'no message'}"
 
 
 def run(
@@ -167,6 +169,15 @@ def verdict(found: SearchResult) -> str:
     )
 
 
+def remaining(found: SearchResult) -> str:
+    """Why what stays fp32 does, in one sentence; empty if there is nothing to say."""
+    if not found.remaining:
+        return ""
+    count = sum(found.remaining.values())
+    reasons = ", ".join(f"{number} {reason}" for reason, number in found.remaining.items())
+    return f"{count} node" + "s" * (count != 1) + f": {reasons}"
+
+
 def to_dict(found: SearchResult, path: str) -> dict[str, Any]:
     """The search in JSON types."""
     import dataclasses
@@ -181,6 +192,7 @@ def to_dict(found: SearchResult, path: str) -> dict[str, Any]:
         "page": page,
         "data": found.data,
         "notes": list(found.notes),
+        "remaining": found.remaining,
         "raised": list(found.best.raised),
         "lowered": list(found.best.lowered),
         "weights": None if found.weights is None else dataclasses.asdict(found.weights.result),
@@ -204,7 +216,10 @@ def to_dict(found: SearchResult, path: str) -> dict[str, Any]:
 def rows(found: SearchResult, path: str) -> list[tuple[str, str]]:
     """Lines of the table that ends the conversion."""
     policy, page, _ = beside(path)
-    lines = [("tolerance", verdict(found)), ("policy", policy), ("page", page)]
+    lines = [("tolerance", verdict(found))]
+    if text := remaining(found):
+        lines.append(("stays fp32", text))
+    lines += [("policy", policy), ("page", page)]
     return lines + [("note", text) for text in found.notes]
 
 
@@ -233,7 +248,10 @@ def page_of(model: str, found: SearchResult, wanted: Asked) -> str:
                 ("tolerance", bounds, "met" if found.feasible else "infeasible"),
             ]
         ),
-        Note([verdict(found), *found.notes], tone="good" if found.feasible else "bad"),
+        Note(
+            [verdict(found), *([f"In fp32 stay {text}."] if (text := remaining(found)) else ()), *found.notes],
+            tone="good" if found.feasible else "bad",
+        ),
     ]
     if plotted:
         sections.append(

@@ -2,9 +2,10 @@
 
 1. Evaluate the plan of level O2. An evaluation converts, emulates strictly, runs every sample and compares all outputs.
 2. One instrumented run ranks the nodes (`onnxamp.evidence.sensitivity`).
-3. If O2 misses the tolerance, raise nodes to fp32 in the order of their scores: 1, 4, 16, ... until it is met, then bisect for the fewest.
-4. Lower again what the tolerance allows, cheapest first: single raised nodes, then islands that rules keep in fp32, each a connected group
-   of nodes. A chunk that fails is halved. A step counts only if it moves fewer bytes in the traffic model.
+3. If O2 misses the tolerance, raise nodes to fp32 in the order of their scores, as many as the scores say, then twice as many and so on
+   until it is met; then look between what failed and what passed for the fewest.
+4. Lower what the tolerance allows: raised nodes that were not needed, then nodes that rules keep in fp32. They are set free all at once, and
+   the minimum cut takes those that save traffic; if that misses the tolerance, a half at a time, the least sensitive first.
 
 Everything is deterministic, and each evaluation is written to a journal at once: an interrupted search that is started again reads what it
 knows and goes on to the same result.
@@ -12,38 +13,41 @@ knows and goes on to the same result.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import onnx_ir as ir
-
 from onnxamp.conversion import ConvertResult, convert_with
-from onnxamp.dtypes import BY_IR
 from onnxamp.errors import AmpError, UsageError
 from onnxamp.evidence.evaluation import Evaluator, Trial
 from onnxamp.evidence.inputs import Data
 from onnxamp.evidence.journal import Journal
 from onnxamp.evidence.sampling import Model
 from onnxamp.evidence.sensitivity import Sensitivity, sensitivities
+from onnxamp.evidence.space import LOWERABLE, Space
 from onnxamp.evidence.tolerance import Tolerance
 from onnxamp.model.preparation import prepared
-from onnxamp.model.traffic import Traffic
-from onnxamp.model.units import TypeGraph
 from onnxamp.ort.session import SessionConfig
-from onnxamp.passes.emulate import moves_data
 from onnxamp.policy import codes
 from onnxamp.policy.options import Options
-from onnxamp.policy.plan import Plan, make_plan
-from onnxamp.policy.raising import plan_at_best_opset
+from onnxamp.policy.plan import Plan
 from onnxamp.policy.user import label
 
-# Decisions that the search may turn: of the level, and of the numerical rules.
-_RAISABLE = frozenset({codes.HEAVY, codes.CUT_LOW, codes.TIED})
-_LOWERABLE = frozenset(
-    value for name, value in vars(codes).items() if name.isupper() and str(value).startswith("AMP1")
-) - {codes.USER_ISLAND}
 Score = Callable[[Sequence[Mapping[str, Any]]], float]
+
+# Why a node stays fp32 in the plan that is chosen.
+RAISED = "were raised to meet the tolerance"
+COSTLY = "would cost more bytes in Casts than 16 bits save"
+MISSES = "would miss the tolerance in 16 bits"
+OVERFLOWS = "overflow in 16 bits on the samples"
+UNSEEN = "are run by no sample"
+UNTRIED = "were not tried, for want of evaluations"
+NO_KERNEL = "have no 16-bit kernel on the target"
+ILLEGAL = "have no 16-bit form, or work on shapes"
+KEPT = "are kept by you"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +62,7 @@ class SearchResult:
         trials: All evaluations, in order.
         weights: The measures when the weights alone are rounded as O2 rounds them, the arithmetic exact; None if O2 meets the tolerance.
         ranking: Sensitivities, the most sensitive first.
+        remaining: How many nodes stay fp32 by reason, in words, the most frequent first; empty if none meets the tolerance.
         data: Where the samples came from, in words.
         notes: What to know besides.
     """
@@ -69,6 +74,7 @@ class SearchResult:
     trials: tuple[Trial, ...]
     weights: Trial | None
     ranking: tuple[Sensitivity, ...]
+    remaining: dict[str, int]
     data: str
     notes: tuple[str, ...]
 
@@ -125,85 +131,22 @@ def search(
         },
         tolerance,
     )
-    space = _Space(prepared(model), options)
+    space = Space(prepared(model), options)
     return _Search(model, space, evaluator, book, max_evals, on_trial).run()
 
 
-class _Space:
-    """The plans that the search chooses from, over one type graph."""
-
-    def __init__(self, model: ir.Model, options: Options) -> None:
-        self.options = options
-        self.base = plan_at_best_opset(model, options)
-        self.graph: TypeGraph = self.base.graph
-        self.traffic = Traffic(self.graph, dict(options.dim))
-        self.all_low = make_plan(self.graph, dataclasses.replace(options, level="O3"))
-        self.given = {pattern for pattern, _ in options.policy}
-        self._position = {label(node): index for index, node in enumerate(self.graph.of)}
-
-    def options_of(self, raised: Iterable[str], lowered: Iterable[str]) -> Options:
-        """The options with a policy entry for each node that is raised or lowered, in the order of the graph."""
-        entries = [(name, "fp32") for name in raised] + [(name, "low") for name in lowered]
-        entries.sort(key=lambda entry: self._position[entry[0]])
-        return dataclasses.replace(self.options, policy=(*self.options.policy, *entries))
-
-    def plan(self, raised: Iterable[str], lowered: Iterable[str]) -> Plan:
-        """The plan for these."""
-        return make_plan(self.graph, self.options_of(raised, lowered))
-
-    def share(self, plan: Plan) -> float:
-        """16-bit share of what fp32 nodes of the source read and write, in elements."""
-        counts = [(unit, count) for unit, count in self.traffic.of_unit.items() if BY_IR[unit.dtype].name == "fp32"]
-        total = sum(count for _, count in counts)
-        low = sum(count for unit, count in counts if plan.decisions[unit].precision != "fp32")
-        return low / total if total else 0.0
-
-    def raisable(self) -> list[str]:
-        """Nodes that are 16-bit at O2 by the level and do more than move data."""
-        return list(
-            dict.fromkeys(
-                label(node)
-                for node, decision in self.base.nodes.items()
-                if decision.precision != "fp32" and decision.code in _RAISABLE and not moves_data(node) and label(node)
-            )
-        )
-
-    def islands(self) -> list[list[str]]:
-        """Connected groups of nodes that rules keep in fp32 and that could be 16-bit."""
-        members = {
-            node
-            for node, decision in self.base.nodes.items()
-            if decision.code in _LOWERABLE
-            and decision.precision == "fp32"
-            and self.all_low.nodes[node].precision != "fp32"
-            and label(node)
-        }
-        groups: list[list[str]] = []
-        done: set[ir.Node] = set()
-        for start in self.base.nodes:
-            if start not in members or start in done:
-                continue
-            group, pending = {start}, [start]
-            while pending:
-                node = pending.pop()
-                near = [value.producer() for value in node.inputs if value is not None]
-                near += [user for value in node.outputs for user, _ in value.uses()]
-                for other in near:
-                    if other in members and other not in group:
-                        group.add(other)
-                        pending.append(other)
-            done |= group
-            groups.append(sorted({label(node) for node in group}, key=self._position.__getitem__))
-        return groups
-
-
 class _Search:
-    """One search."""
+    """One search.
+
+    Attributes:
+        found: The sensitivities by name.
+        why: Why nodes that may be lowered are not, as far as the search knows.
+    """
 
     def __init__(
         self,
         source: Model,
-        space: _Space,
+        space: Space,
         evaluator: Evaluator,
         book: Journal,
         max_evals: int,
@@ -218,19 +161,21 @@ class _Search:
         self.trials: list[Trial] = []
         self.known: dict[tuple[tuple[str, ...], tuple[str, ...]], Trial] = {}
         self.notes: list[str] = list(evaluator.notes)
+        self.found: dict[str, Sensitivity] = {}
+        self.why: dict[str, str] = {}
 
     def run(self) -> SearchResult:
         """Raise, then lower."""
         base = self.trial("O2", (), ())
         assert base is not None
-        found, ranking = self.rank()
+        self.rank()
         best, weights = base, None
         if not base.passed:
             weights = self.weights()
-            best = self.raised(base, sorted(self.space.raisable(), key=lambda name: -_score(found, name)))
+            best = self.raised(base)
         if best.passed:
-            best = self.reverted(best, found)
-            best = self.lowered(best, found)
+            best = self.reverted(best)
+            best = self.lowered(best)
         options = self.space.options_of(best.raised, best.lowered)
         result = convert_with(self.source, options)
         self.book.close()
@@ -241,29 +186,32 @@ class _Search:
             best,
             tuple(self.trials),
             weights,
-            tuple(ranking),
+            tuple(sorted(self.found.values(), key=lambda item: (-item.score, item.node))),
+            self.remaining(result.plan, set(best.raised)) if best.passed else {},
             self.evaluator.source,
             tuple(self.notes),
         )
 
-    def rank(self) -> tuple[dict[str, Sensitivity], list[Sensitivity]]:
-        """The sensitivities by name, and in order."""
+    def rank(self) -> None:
+        """Measure the sensitivities."""
         try:
-            found = sensitivities(self.space.all_low, self.evaluator.samples, self.evaluator.config)
+            self.found = sensitivities(self.space.all_low, self.evaluator.samples, self.evaluator.config)
         except AmpError as problem:
             self.notes.append(f"The instrumented run failed, so that nodes are taken in graph order: {problem}")
-            return {}, []
-        return found, sorted(found.values(), key=lambda item: (-item.score, item.node))
+
+    def score(self, name: str) -> float:
+        """The sensitivity of a node; 0 where it is not known."""
+        return self.found[name].score if name in self.found else 0.0
 
     def trial(self, step: str, raised: tuple[str, ...], lowered: tuple[str, ...]) -> Trial | None:
-        """Evaluate a policy; None if no evaluation is left."""
+        """Evaluate a policy; None if there is no such plan, or no evaluation is left."""
         key = (raised, lowered)
         if key in self.known:
             return self.known[key]
-        if self.left == 0:
+        plan = self.space.plan(raised, lowered) if self.left else None
+        if plan is None:
             return None
         self.left -= 1
-        plan = self.space.plan(raised, lowered)
         kept = self.book.find(raised, lowered)
         if kept is None:
             candidate = convert_with(self.source, self.space.options_of(raised, lowered)).model
@@ -279,19 +227,22 @@ class _Search:
         """Round the constants that O2 reads in 16 bits, and nothing else."""
         kept = self.book.find(("weights",), ("weights",))
         if kept is None:
-            kept = self.evaluator.evaluate(_rounded_weights(self.space.base))
+            kept = self.evaluator.evaluate(self.space.rounded_weights())
             self.book.add(("weights",), ("weights",), kept)
-        trial = Trial("weights alone", (), (), self.space.share(self.space.base), self.space.base.traffic.result, kept)
+        base = self.space.base
+        trial = Trial("weights alone", (), (), self.space.share(base), base.traffic.result, kept)
         self.on_trial(trial)
         return trial
 
-    def raised(self, base: Trial, order: list[str]) -> Trial:
-        """The trial with the fewest first nodes of `order` in fp32 that passes; the nearest one if none does."""
-        failing, size, step = 0, 1, 1
-        best = base
+    def raised(self, base: Trial) -> Trial:
+        """The trial with the fewest first nodes of the ranking in fp32 that passes; the nearest one if none does."""
+        order = sorted(self.space.raisable(), key=lambda name: -self.score(name))
+        forecast = _Forecast([self.score(name) for name in order], self.evaluator.tolerance.noise)
+        failing, best = 0, base
+        step = forecast.enough(0, base.result.error) or max(1, sum(math.isinf(self.score(name)) for name in order))
         while True:
             size = min(step, len(order))
-            trial = self.trial(f"raise {size}", tuple(order[:size]), ())
+            trial = self.trial(f"raise {_nodes(size)}", tuple(order[:size]), ())
             if trial is None:
                 return best
             if trial.passed:
@@ -303,10 +254,15 @@ class _Search:
             if size == len(order):
                 return best
             # The last evaluations go to what is sure to be the most that raising can do.
-            step = step * 4 if self.left > 2 else len(order)
-        while size - failing > 1:
+            expected = forecast.enough(size, trial.result.error)
+            step = max(2 * size, expected or 4 * size) if self.left > 2 else len(order)
+        for turn in itertools.count():
+            if size - failing <= 1:
+                break
             middle = (failing + size) // 2
-            trial = self.trial(f"raise {middle}", tuple(order[:middle]), ())
+            if turn % 2 == 0 and (expected := forecast.enough(size, best.result.error)):
+                middle = min(max(expected, failing + 1), size - 1)
+            trial = self.trial(f"raise {_nodes(middle)}", tuple(order[:middle]), ())
             if trial is None:
                 break
             if trial.passed:
@@ -315,74 +271,103 @@ class _Search:
                 failing = middle
         return best
 
-    def reverted(self, best: Trial, found: dict[str, Sensitivity]) -> Trial:
+    def reverted(self, best: Trial) -> Trial:
         """Take back raised nodes that were not needed, the least sensitive first, with half of what is left."""
         reserve = self.left // 2
-        pending = [sorted(best.raised, key=lambda name: _score(found, name))]
+        pending = [sorted(best.raised, key=self.score)]
         while pending and self.left > reserve:
             chunk = pending.pop()
             rest = tuple(name for name in best.raised if name not in set(chunk))
-            trial = self.trial(f"take back {len(chunk)}", rest, best.lowered)
+            trial = self.trial(f"take back {_nodes(len(chunk))}", rest, best.lowered)
             if trial is not None and trial.passed and trial.traffic <= best.traffic:
                 best = trial
                 continue
             pending += _halves(chunk)
         return best
 
-    def lowered(self, best: Trial, found: dict[str, Sensitivity]) -> Trial:
-        """Lower islands, the least sensitive first, as many as pass; what no sample ran stays as rules have it."""
-        unseen = {name for name, item in found.items() if not item.seen}
-        islands = [
-            (max(_score(found, name) for name in group), group)
-            for group in self.space.islands()
-            if unseen.isdisjoint(group)
-        ]
-        groups = [group for score, group in sorted(islands, key=lambda item: item[0]) if score != float("inf")]
+    def lowered(self, best: Trial) -> Trial:
+        """Set free what rules keep in fp32, as much as passes; what overflows, or what no sample ran, stays as rules have it."""
+        for name in self.space.lowerable:
+            item = self.found.get(name)
+            if item is not None and not item.seen:
+                self.why[name] = UNSEEN
+            elif item is not None and math.isinf(item.score):
+                self.why[name] = OVERFLOWS
+        able = [name for name in self.space.lowerable if name not in self.why]
+        # The more is free, the more the cut takes: what it leaves now, it leaves in every part.
+        saving = self.space.lowest(best.raised, set(able)) if able else ()
+        groups = sorted(self.space.connected(set(saving)), key=lambda group: max(map(self.score, group)))
+        free = set(able) - set(saving)
         pending = [groups] if groups else []
         while pending and self.left:
             chunk = pending.pop()
-            names = (*best.lowered, *(name for group in chunk for name in group))
-            lowered = tuple(sorted(names, key=self.space._position.__getitem__))
-            if self.space.plan(best.raised, lowered).traffic.result < best.traffic:
-                trial = self.trial(f"lower {len(chunk)} islands", best.raised, lowered)
-                if trial is not None and trial.passed:
-                    best = trial
-                    continue
-            pending += _halves(chunk)
+            wanted = free.union(*chunk)
+            names = self.space.lowest(best.raised, wanted)
+            if names == best.lowered:
+                free = wanted
+                continue
+            trial = self.trial(f"lower {_nodes(len(names))}", best.raised, names)
+            if trial is not None and trial.passed and trial.traffic < best.traffic:
+                best, free = trial, wanted
+            elif len(chunk) > 1:
+                pending += _halves(chunk)
+            else:  # the nodes of one group, after all other groups
+                parts = _halves(sorted(chunk[0], key=self.score))
+                pending[:0] = [[tuple(part)] for part in parts]
+        self.why |= dict.fromkeys(able, MISSES) | dict.fromkeys(free, COSTLY)
+        self.why |= {name: UNTRIED for chunk in pending for group in chunk for name in group}
         return best
+
+    def remaining(self, plan: Plan, raised: set[str]) -> dict[str, int]:
+        """How many nodes are fp32 in a plan, by reason."""
+        count: collections.Counter[str] = collections.Counter()
+        for node, decision in plan.nodes.items():
+            if decision.precision != "fp32":
+                continue
+            name, code = label(node), decision.code
+            if code == codes.POLICY_FILE and name in raised:
+                count[RAISED] += 1
+            elif code in LOWERABLE and name in self.why:
+                count[self.why[name]] += 1
+            elif code in (codes.KEEP, codes.POLICY_FILE, codes.USER_ISLAND):
+                count[KEPT] += 1
+            elif code.startswith("AMP3"):
+                count[NO_KERNEL] += 1
+            elif code in LOWERABLE or code.startswith("AMP2"):
+                count[ILLEGAL] += 1
+            else:
+                count[COSTLY] += 1
+        return dict(count.most_common())
+
+
+class _Forecast:
+    """How many nodes to raise, from the scores: the error goes with the sum of the scores of those that stay 16-bit.
+
+    Args:
+        scores: Of the nodes in the order in which they are raised.
+        limit: The noise-to-signal ratio that the tolerance allows; None if it does not say.
+    """
+
+    def __init__(self, scores: Sequence[float], limit: float | None) -> None:
+        self.limit = limit
+        self.rest = [0.0]
+        for score in reversed(scores):
+            self.rest.append(self.rest[-1] + score)
+        self.rest.reverse()
+
+    def enough(self, size: int, error: float) -> int:
+        """The fewest that meet the tolerance if `size` have this error; 0 if there is no telling."""
+        if self.limit is None or not all(math.isfinite(number) and number > 0 for number in (self.rest[size], error)):
+            return 0
+        scale = error / self.rest[size]
+        return next((count for count, rest in enumerate(self.rest) if rest * scale <= self.limit), len(self.rest) - 1)
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node" + "s" * (count != 1)
 
 
 def _halves(chunk: list[Any]) -> list[list[Any]]:
     """Both halves of a chunk, the first one last, so that it is taken next; none of a single element."""
     middle = len(chunk) // 2
     return [chunk[middle:], chunk[:middle]] if middle else []
-
-
-def _score(found: dict[str, Sensitivity], name: str) -> float:
-    return found[name].score if name in found else 0.0
-
-
-def _rounded_weights(plan: Plan) -> ir.Model:
-    """The model of `plan` with every constant rounded that some 16-bit unit reads; all types stay."""
-    low = {
-        read.value.name
-        for unit, decision in plan.decisions.items()
-        if decision.precision != "fp32"
-        for read in unit.reads
-    }
-    model = plan.graph.model.clone()
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            if value.name in low and value.dtype == ir.DataType.FLOAT and value.const_value is not None:
-                value.const_value = _round(value.const_value, plan)
-        for node in graph:
-            attribute = node.attributes.get("value") if node.op_type == "Constant" else None
-            if attribute is None or node.outputs[0].name not in low or attribute.value.dtype != ir.DataType.FLOAT:
-                continue
-            node.attributes["value"] = ir.AttrTensor("value", _round(attribute.value, plan))
-    return model
-
-
-def _round(tensor: ir.TensorProtocol, plan: Plan) -> ir.TensorProtocol:
-    array = tensor.numpy()
-    return ir.Tensor(array.astype(plan.options.low.numpy).astype(array.dtype), name=tensor.name)

@@ -45,6 +45,13 @@ class Tolerance:
                 raise UsageError(f"Unknown measure {name!r}: use one of {', '.join(MEASURES)}.")
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]  # floats by name
 
+    @property
+    def noise(self) -> float | None:
+        """The largest noise-to-signal ratio that the bounds on cosine and SNR allow, to first order; None if there are none."""
+        bounds = [2 * (1 - self.cosine)] if self.cosine is not None else []
+        bounds += [10 ** (-self.snr / 10)] if self.snr is not None else []
+        return min(bounds, default=None)
+
     def missed(self, found: Difference) -> list[str]:
         """The bounds that `found` breaks, in words."""
         share = (found.mismatches - found.ties) / max(1, found.elements)

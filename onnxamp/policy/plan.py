@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import onnx_ir as ir
 
@@ -19,7 +19,7 @@ from onnxamp.policy.affine import join_affine
 from onnxamp.policy.assign import dissolve, follow_inputs, minimum_cut
 from onnxamp.policy.decision import Decision
 from onnxamp.policy.facts import Facts
-from onnxamp.policy.legality import castable, choices, interface_decision, is_shape_operand
+from onnxamp.policy.legality import castable, choices, interface_decision, is_setting
 from onnxamp.policy.marks import Marks
 from onnxamp.policy.masks import find_masks
 from onnxamp.policy.operators import Kind
@@ -131,7 +131,9 @@ def primary_unit(units: tuple[Unit, ...]) -> Unit:
     return next((unit for unit in units if unit.writes), units[0])
 
 
-def make_plan(graph: TypeGraph, options: Options, ranges: Mapping[str, float] | None = None) -> Plan:
+def make_plan(
+    graph: TypeGraph, options: Options, ranges: Mapping[str, float] | None = None, *, free: Collection[str] = ()
+) -> Plan:
     """Decide the precision of every unit of `graph`.
 
     Authority, highest first: legality, target, user, rules, level.
@@ -140,6 +142,7 @@ def make_plan(graph: TypeGraph, options: Options, ranges: Mapping[str, float] | 
         graph: The model's type graph.
         options: What was asked for.
         ranges: Largest sizes of values by name, as calibration saw them.
+        free: Labels of nodes that no numerical rule holds: the level decides.
 
     Raises:
         UsageError: The options contradict each other, or name a node that cannot be what they ask for.
@@ -158,8 +161,12 @@ def make_plan(graph: TypeGraph, options: Options, ranges: Mapping[str, float] | 
         rule(marks)
     asked = _apply_wishes(graph, options, decisions)
     if options.level != "O3":
+        before_rules = set(decisions)
         for rule in NUMERICAL:
             rule(marks)
+        for unit in [unit for unit in decisions if unit.node is not None and label(unit.node) in free]:
+            if unit not in before_rules:
+                del decisions[unit]
     forced = {unit for unit, decision in decisions.items() if decision.precision != "fp32"}
     for unit in graph.units:
         if unit not in decisions and (decision := _by_level(facts, unit, options)):
@@ -301,5 +308,5 @@ def _casts_constant(graph: TypeGraph, options: Options, read: Read) -> bool:
         options.casts_weights
         and read.value.is_initializer()
         and read.site is not graph.model.graph
-        and not is_shape_operand(read)
+        and not is_setting(read)
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import pathlib
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import onnx
@@ -13,11 +16,11 @@ from onnx import numpy_helper, parser
 
 import onnxamp
 from onnxamp.cli import cli
-from onnxamp.commands._auto import verdict
+from onnxamp.commands._auto import remaining, verdict
 from onnxamp.errors import DataError, UsageError
 from onnxamp.evidence import Tolerance
 from onnxamp.evidence.evaluation import Trial
-from onnxamp.evidence.search import SearchResult, search
+from onnxamp.evidence.search import COSTLY, KEPT, MISSES, OVERFLOWS, UNSEEN, UNTRIED, SearchResult, search
 from onnxamp.model import io
 from onnxamp.policy.file import policy_text
 from onnxamp.policy.options import Options
@@ -212,6 +215,75 @@ def test_an_interrupted_search_goes_on_to_the_same_policy(tmp_path: pathlib.Path
     assert not journal.exists()
 
 
+KILLED = """
+import os, signal, sys
+import numpy as np
+from onnxamp.evidence import Tolerance
+from onnxamp.evidence.search import search
+from onnxamp.policy.options import Options
+seen = []
+def kill(trial):
+    seen.append(trial)
+    if len(seen) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+search(sys.argv[1], Options(), Tolerance(snr=45), sys.argv[2], journal=sys.argv[4], on_trial=kill)
+"""
+
+
+def test_a_killed_search_goes_on_to_the_same_policy(tmp_path: pathlib.Path) -> None:
+    model, data, journal = (str(tmp_path / name) for name in ("m.onnx", "d.npz", "search.jsonl"))
+    onnx.save(CANCELS, model)
+    np.savez(data, x=np.stack([sample["x"] for sample in DATA]))
+    whole = search(model, FP16, Tolerance(snr=45), data)
+    for stop in (2, 4):  # the second starts from what the first left
+        killed = subprocess.run([sys.executable, "-c", KILLED, model, data, str(stop), journal], check=False)
+        assert killed.returncode == -signal.SIGKILL
+        assert len(pathlib.Path(journal).read_text(encoding="utf-8").splitlines()) == 1 + stop
+    resumed = search(model, FP16, Tolerance(snr=45), data, journal=journal)
+    assert (resumed.policy, resumed.trials) == (whole.policy, whole.trials)
+
+
+def test_why_nodes_stay_fp32_is_said() -> None:
+    """One island overflows on the data, one is in a branch that is not taken, one costs more in Casts than it saves."""
+    model = proto(
+        """g (float[8,32] x) => (float[8,32] y)
+        { [l1] a = MatMul(x, w1)  [exp] b = Exp(a)  [log] c = Log(b)  [l2] y = MatMul(c, w2) }""",
+        w1=weights(32, 32) * 4,
+        w2=weights(32, 32),
+    )
+    found = search(model, FP16, Tolerance(cosine=0.999), {"x": 3 * DATA[0]["x"]})
+    assert found.remaining == {OVERFLOWS: 2}
+    assert remaining(found) == f"2 nodes: 2 {OVERFLOWS}"
+    assert search(IN_A_LOOP, FP16, Tolerance(cosine=0.5), LOOP_DATA).remaining[UNSEEN] == 1
+    costly = proto(
+        """g (float[8,32] x) => (float[8,32] y, float[8,32] z)
+        { [exp] z = Exp(x)  [l1] y = MatMul(x, w1) }""",
+        w1=weights(32, 32),
+    )
+    assert search(costly, FP16, Tolerance(cosine=0.9), DATA).remaining == {COSTLY: 1}
+    strict = search(ISLANDS, FP16, Tolerance(cosine=0.9999), DATA, max_evals=1)
+    assert strict.remaining == {UNTRIED: 2}
+    assert search(ISLANDS, Options(keep=("norm",)), Tolerance(cosine=0.9999), DATA).remaining == {KEPT: 1}
+
+
+def test_part_of_an_island_is_lowered_where_the_whole_misses() -> None:
+    """Of two sensitive nodes that hang together, one difference of large numbers must stay fp32."""
+    model = proto(
+        """g (float[64,64] x) => (float[64,64] y)
+        { [l1] a = MatMul(x, w1)  [s1] b = Softmax<axis = -1>(a)  [s2] c = Softmax<axis = -1>(b)  [sub] d = Sub(c, m)
+          [up] e = Mul(d, k)  [l2] y = MatMul(e, w2) }""",
+        w1=weights(64, 64),
+        w2=weights(64, 64),
+        m=np.array(1 / 64, np.float32),
+        k=np.array(1000, np.float32),
+    )
+    data = [{"x": RNG.standard_normal((64, 64)).astype(np.float32)}]
+    found = search(model, Options(keep=("sub",)), Tolerance(snr=45), data)
+    assert found.feasible
+    assert found.best.lowered == ("s1",)
+    assert found.remaining[MISSES] == 1
+
+
 def test_a_journal_of_another_question_is_not_believed(tmp_path: pathlib.Path) -> None:
     journal = tmp_path / "search.jsonl"
 
@@ -285,7 +357,7 @@ def test_the_command(tmp_path: pathlib.Path) -> None:
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {"m.onnx", "d.npz", "m.auto.fp16.onnx", "m.auto.fp16.policy.toml", "m.auto.fp16.auto.html"}
     page = (tmp_path / "m.auto.fp16.auto.html").read_text(encoding="utf-8")
-    assert "lower 2 islands" in page
+    assert "lower 2 nodes" in page
     again = [*arguments[:2], "--policy", str(tmp_path / "m.auto.fp16.policy.toml"), "-o", str(tmp_path / "again.onnx")]
     assert CliRunner().invoke(cli, again, catch_exceptions=False).exit_code == 0
     assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / "m.auto.fp16.onnx").read_bytes()
