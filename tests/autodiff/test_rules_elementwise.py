@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
+import torch
+from onnx.reference import ReferenceEvaluator
+
+from onnxamp import autodiff
 
 END = 2**63 - 1
 
@@ -116,6 +122,11 @@ SHAPES = [
     case("Pad", np.ones((2, 3)), ints(1, 0, 0, 2), ()),
     case("Pad", (2, 4), ints(2, 3), None, ints(1), mode="reflect", symbolic="batch"),
     case("Pad", (2, 4), ints(0, 3, 1, 2), mode="edge", symbolic=""),
+    *(
+        case("Pad", (2, 5), ints(*pads), mode=mode, opset=19, symbolic="", note="crop", runner="ort")
+        for mode in ("reflect", "edge", "wrap")
+        for pads in ((0, -2, 0, 2), (0, 3, 1, -1), (0, -1, 0, -2))
+    ),
     case("Tile", (2, 3), ints(2, 3)),
     case("Tile", (2, 3), ints(1, 2)),
     case("Tile", (2, 3), ints(1, 1)),
@@ -159,5 +170,34 @@ def test_rule(check_case, case):
     check_case(case)
 
 
+@pytest.mark.parametrize("op", ["ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd"])
+@pytest.mark.parametrize("axes", [ints(), ints(1), ints(-2, 1)], ids=str)
+@pytest.mark.parametrize("empty_is_all", [True, False])
+def test_axes_that_are_computed_at_run_time(op, axes, empty_is_all):
+    module = ir.from_proto(
+        onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 18]>
+        g (float[2, 3] x, int64[N] axes, float[A, B] seed) => (float[A, B] y)
+        {{ y = {op}<noop_with_empty_axes={int(not empty_is_all)}>(x, axes) }}""")
+    )
+    graph = module.graph
+    graph.outputs.append(
+        autodiff.backward(graph, {graph.outputs[0]: graph.inputs[2]}, graph.inputs[:1])[graph.inputs[0]]
+    )
+    run = ReferenceEvaluator(ir.to_proto(module)).run
+    x = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
+    tensor = torch.tensor(x, requires_grad=True)
+    reduced = tensor
+    over = sorted({int(axis) % 2 for axis in axes}) if len(axes) or not empty_is_all else [0, 1]
+    for axis in over:
+        reduce = {"ReduceMean": torch.mean, "ReduceMax": torch.amax, "ReduceMin": torch.amin, "ReduceProd": torch.prod}[
+            op
+        ]
+        reduced = reduce(reduced, axis, keepdim=True)
+    seed = np.arange(1.0, 1 + reduced.numel(), dtype=np.float32).reshape(reduced.shape)
+    reduced.backward(torch.from_numpy(seed))
+    _, got = run(None, {"x": x, "axes": axes, "seed": seed})
+    np.testing.assert_allclose(got, tensor.grad.numpy(), rtol=1e-5)
+
+
 def test_number_of_cases():
-    assert len(CASES) == 181
+    assert len(CASES) == 190

@@ -36,6 +36,14 @@ class _Reduction:
             return self.op.Unsqueeze(value, axes)
         return self.op.Unsqueeze(value, self.axes)
 
+    def sum(self, value: ir.Value, operator: str = "ReduceSum") -> ir.Value:
+        """`value`, of the shape of the input, summed (or what `operator` does) over the node's axes, which are kept with size 1."""
+        if self.axes is not None:
+            return self.op.reduce(operator, value, self.axes)
+        empty = self._node.attributes.get_int("noop_with_empty_axes", 0)
+        attributes = {"keepdims": 1, "noop_with_empty_axes": empty}
+        return self.op.emit(operator, [value, self._node.inputs[1]], attributes)[0]
+
     @property
     def y(self) -> ir.Value:
         """The result of the reduction, restored."""
@@ -54,8 +62,7 @@ def reduce_mean(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """d(mean x): every one of n elements receives g / n."""
     r = _Reduction(op, node, g)
     if r.axes is None:
-        ones = op.expand(op.scalar(1.0, r.x.dtype), r.x)
-        count = op.emit("ReduceSum", [ones, node.inputs[1]], {"keepdims": 1})[0]
+        count = r.sum(op.expand(op.scalar(1.0, r.x.dtype), r.x))
         return [op.expand(op.Div(r.g, count), r.x)]
     return [op.expand(op.divide(r.g, op.count(r.x, r.axes)), r.x)]
 
@@ -113,9 +120,7 @@ def reduce_min(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 def _reduce_extremum(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     r = _Reduction(op, node, g)
     hits = op.cast(op.Equal(r.x, r.y), ir.DataType.DOUBLE if r.x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT)
-    axes = node.inputs[1] if r.axes is None else sorted(r.axes)
-    number = op.emit("ReduceSum", [hits, axes], {"keepdims": 1})[0] if axes else hits  # may be beyond FP16's range
-    return [op.Mul(hits, op.Div(op.wide(r.g), number))]
+    return [op.Mul(hits, op.Div(op.wide(r.g), r.sum(hits)))]  # the number may be beyond FP16's range
 
 
 @gradient("ReduceProd", inputs=(0,))
@@ -129,16 +134,11 @@ def reduce_prod(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     one, zero = op.scalar(1.0, x.dtype), op.scalar(0.0, x.dtype)
     is_zero = op.Equal(x, 0.0)
     filled = op.Where(is_zero, one, x)
-    axes = node.inputs[1] if r.axes is None else sorted(r.axes)
-    if axes == []:
+    if r.axes == []:
         return [r.g]
-    zeros = op.emit("ReduceSum", [op.Where(is_zero, one, zero), axes], {"keepdims": 1})[0]
-    if r.axes is not None:
-        product = op.reduce("ReduceProd", filled, r.axes)
-    else:
-        product = op.emit("ReduceProd", [filled, axes], {"keepdims": 1})[0]
-    others = op.Div(product, filled)
     own = op.Where(is_zero, one, zero)
+    zeros = r.sum(own)
+    others = op.Div(r.sum(filled, "ReduceProd"), filled)
     alone = op.Equal(op.Sub(zeros, own), 0.0)  # no other element is 0
     return [op.Mul(op.Where(alone, others, zero), op.wide(r.g))]
 

@@ -210,12 +210,16 @@ def _pad_source(op: Builder, node: ir.Node, g: ir.Value) -> ir.Value:
 
 
 def _fold_border(op: Builder, g: ir.Value, x: ir.Value, axis: int, before: int, after: int, mode: str) -> ir.Value:
-    """Sum the gradient over one axis into the positions that each padded position was copied from."""
+    """Sum the gradient over one axis into the positions that each padded position was copied from.
+
+    A negative amount crops, before anything is copied into a border (ONNX Runtime).
+    """
     size = op.dims(x)[axis]
     op.refuse(not isinstance(size, int), f"Pad in mode {mode} needs a static size of dimension {axis}")
     assert isinstance(size, int)
-    numpy_mode = {"reflect": "reflect", "edge": "edge", "wrap": "wrap"}[mode]
-    source = np.pad(np.arange(size), (before, after), mode=numpy_mode)  # type: ignore[call-overload]  # wants a literal
+    kept = np.arange(size)[max(-before, 0) : size - max(-after, 0)]
+    op.refuse(not kept.size, f"Pad in mode {mode} leaves nothing of dimension {axis} to copy into its border")
+    source = np.pad(kept, (max(before, 0), max(after, 0)), mode=mode)  # type: ignore[call-overload]  # wants a literal
     selection = np.zeros((size, source.size), np.float32)
     selection[source, np.arange(source.size)] = 1.0
     matrix = op.cast(op.constant(selection), g.dtype)  # type: ignore[arg-type]  # typed graphs only
