@@ -35,6 +35,13 @@ def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
     return None
 
 
+def fixed_tensor(value: ir.Value | None, ir_version: int) -> ir.TensorProtocol | None:
+    """The data of a constant that callers cannot replace: from IR 4 on an initializer that is an input too is only its default."""
+    if value is None or (ir_version >= 4 and value.is_graph_input()):
+        return None
+    return constant_tensor(value)
+
+
 def constant_bytes(value: ir.Value) -> int:
     """The bytes of a constant; 0 for what is none."""
     tensor = constant_tensor(value)

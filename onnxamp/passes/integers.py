@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
+from onnxamp.model.constants import fixed_tensor
+from onnxamp.model.signatures import standard_opset
 from onnxamp.model.types import infer
 from onnxamp.passes.sequences import FoldSequences
 
@@ -38,11 +42,12 @@ class FoldIntegers(ir.passes.InPlacePass):
         for node in model.graph:
             if node.domain != "" or len(node.outputs) != 1 or node.op_type not in _FOLDED:
                 continue
-            content = _evaluate(node, known, model.opset_imports.get("", 0))
+            content = _evaluate(node, known, model)
             if content is None:
-                sizes = _sizes(node, known, partly)
-                if sizes is not None and all(size is not None for size in sizes.reshape(-1)):
-                    content = sizes.astype(np.int64)
+                sizes = _sizes(node, known, partly, model.ir_version)
+                kind = node.outputs[0].dtype
+                if sizes is not None and kind is not None and all(size is not None for size in sizes.reshape(-1)):
+                    content = sizes.astype(kind.numpy())
                 elif sizes is not None:
                     partly[node.outputs[0]] = sizes
             if content is not None and content.size <= _ELEMENTS:
@@ -85,7 +90,7 @@ def settle(model: ir.Model, rounds: int = 4) -> None:
         infer(model)
 
 
-def _evaluate(node: ir.Node, known: dict[ir.Value, np.ndarray], opset: int) -> np.ndarray | None:
+def _evaluate(node: ir.Node, known: dict[ir.Value, np.ndarray], model: ir.Model) -> np.ndarray | None:
     source = node.inputs[0] if node.inputs else None
     if node.op_type in ("Shape", "Size") and source is not None:
         if source.shape is None or not source.shape.is_static():
@@ -101,16 +106,18 @@ def _evaluate(node: ir.Node, known: dict[ir.Value, np.ndarray], opset: int) -> n
             continue
         content = known.get(value)
         if content is None:
-            content = _constant(value)
+            content = _constant(value, model.ir_version)
         if content is None:
             return None
         feeds[f"x{index}"] = content
+    if _elements(node, list(feeds.values())) > _ELEMENTS:
+        return None
     names = ["" if value is None else f"x{index}" for index, value in enumerate(node.inputs)]
     proto = onnx.helper.make_node(node.op_type, names, ["y"])
     proto.attribute.extend(ir.to_proto(attribute) for attribute in node.attributes.values())
     inputs = [onnx.ValueInfoProto(name=name) for name in feeds]
     graph = onnx.helper.make_graph([proto], "fold", inputs, [onnx.ValueInfoProto(name="y")])
-    opsets = [onnx.helper.make_opsetid("", opset)]
+    opsets = [onnx.helper.make_opsetid("", standard_opset(model))]
     try:
         (result,) = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=opsets)).run(None, feeds)
     except Exception:  # what cannot be evaluated stays as it is
@@ -118,16 +125,32 @@ def _evaluate(node: ir.Node, known: dict[ir.Value, np.ndarray], opset: int) -> n
     return np.asarray(result)
 
 
-def _constant(value: ir.Value) -> np.ndarray | None:
-    if value.is_initializer() and value.is_graph_input():
-        return None
-    tensor = ir.convenience.get_const_tensor(value)
+def _elements(node: ir.Node, operands: list[np.ndarray]) -> float:
+    """How many elements the result has, before any is computed; 0 where few operands cannot make many, or make nothing."""
+    shape = node.outputs[0].shape
+    if shape is not None and shape.is_static():
+        return math.prod(shape.numpy())
+    numbers = [operand.reshape(-1).tolist() for operand in operands]
+    if node.op_type == "ConstantOfShape":
+        return math.prod(numbers[0])
+    if node.op_type == "Expand":
+        return math.prod(numbers[1]) * operands[0].size
+    if node.op_type == "Range":
+        (start,), (end,), (step,) = numbers
+        return (end - start) / step if step else 0
+    return 0
+
+
+def _constant(value: ir.Value, ir_version: int) -> np.ndarray | None:
+    tensor = fixed_tensor(value, ir_version)
     if tensor is None or tensor.size > _ELEMENTS or tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
         return None
     return tensor.numpy()
 
 
-def _sizes(node: ir.Node, known: dict[ir.Value, np.ndarray], partly: dict[ir.Value, np.ndarray]) -> np.ndarray | None:
+def _sizes(
+    node: ir.Node, known: dict[ir.Value, np.ndarray], partly: dict[ir.Value, np.ndarray], ir_version: int
+) -> np.ndarray | None:
     """Sizes as objects, None where one is not static: a Shape, or what is taken out of one."""
     source = node.inputs[0] if node.inputs else None
     if source is None:
@@ -140,7 +163,7 @@ def _sizes(node: ir.Node, known: dict[ir.Value, np.ndarray], partly: dict[ir.Val
     operands: list[np.ndarray | None] = []
     for value in node.inputs:
         content = None if value is None else partly.get(value, known.get(value))
-        operands.append(_constant(value) if content is None and value is not None else content)
+        operands.append(_constant(value, ir_version) if content is None and value is not None else content)
     data = operands[0]
     if source not in partly and node.op_type != "Concat":
         return None

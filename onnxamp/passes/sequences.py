@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 import onnx_ir as ir
+
+from onnxamp.model.constants import fixed_tensor
+
+_Constants = Callable[[ir.Value | None], np.ndarray | None]
 
 
 class FoldSequences(ir.passes.InPlacePass):
@@ -19,6 +26,7 @@ class FoldSequences(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         pieces: dict[ir.Value, list[ir.Value]] = {}
         folded = []
+        constant = functools.partial(_constant, ir_version=model.ir_version)
         for node in list(model.graph):
             if node.domain != "" or not node.inputs or node.inputs[0] is None:
                 continue
@@ -26,12 +34,12 @@ class FoldSequences(ir.passes.InPlacePass):
             if node.op_type == "SequenceConstruct":
                 pieces[node.outputs[0]] = [value for value in node.inputs if value is not None]
             elif node.op_type == "SplitToSequence":
-                found = _split(model.graph, node) if _folds(node.outputs[0]) else []
+                found = _split(model.graph, node, constant) if _folds(node.outputs[0], constant) else []
                 if found:
                     pieces[node.outputs[0]] = found
             elif node.op_type == "SequenceAt" and sequence in pieces:
-                position = _constant(node.inputs[1])
-                if position is not None:
+                position, count = constant(node.inputs[1]), len(pieces[sequence])
+                if position is not None and -count <= position.reshape(()) < count:
                     _stand_in(model.graph, node, pieces[sequence][int(position.reshape(()))])
                     folded.append(node)
             elif node.op_type == "ConcatFromSequence" and sequence in pieces:
@@ -46,12 +54,12 @@ class FoldSequences(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=bool(folded))
 
 
-def _constant(value: ir.Value | None) -> np.ndarray | None:
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+def _constant(value: ir.Value | None, ir_version: int) -> np.ndarray | None:
+    tensor = fixed_tensor(value, ir_version)
     return None if tensor is None else tensor.numpy()
 
 
-def _folds(sequence: ir.Value) -> bool:
+def _folds(sequence: ir.Value, constant: _Constants) -> bool:
     """Whether a node of the same graph reads a known piece of a sequence, or joins it."""
     maker = sequence.producer()
     return any(
@@ -60,7 +68,7 @@ def _folds(sequence: ir.Value) -> bool:
         and node.graph is maker.graph
         and (
             node.op_type == "ConcatFromSequence"
-            or (node.op_type == "SequenceAt" and _constant(node.inputs[1]) is not None)
+            or (node.op_type == "SequenceAt" and constant(node.inputs[1]) is not None)
         )
         for node, _ in sequence.uses()
     )
@@ -78,23 +86,25 @@ def _stand_in(graph: ir.Graph, node: ir.Node, piece: ir.Value) -> None:
     result.replace_all_uses_with(piece, replace_graph_outputs=True)
 
 
-def _split(graph: ir.Graph, node: ir.Node) -> list[ir.Value]:
+def _split(graph: ir.Graph, node: ir.Node, constant: _Constants) -> list[ir.Value]:
     """The outputs of a Split in the place of a SplitToSequence; empty where their number is unknown."""
     source = node.inputs[0]
     assert source is not None
     axis = node.attributes.get_int("axis", 0)
     given = node.inputs[1] if len(node.inputs) > 1 else None
-    content = _constant(given)
+    content = constant(given)
     squeezed = given is None and not node.attributes.get_int("keepdims", 1)
     size = None if source.shape is None else source.shape[axis]
     if squeezed or (given is not None and content is None):
         return []
     if content is not None and content.ndim:
         sizes = [int(part) for part in content]
-    elif isinstance(size, int):
-        step = 1 if content is None else int(content.reshape(()))
-        sizes = [min(step, size - start) for start in range(0, size, step)]
     else:
+        step = 1 if content is None else int(content.reshape(()))
+        sizes = (
+            [min(step, size - start) for start in range(0, size, step)] if isinstance(size, int) and step > 0 else []
+        )
+    if not sizes:
         return []
     name = f"{node.outputs[0].name}/sizes"
     tensor = ir.tensor(np.asarray(sizes, np.int64), name=name)

@@ -23,6 +23,12 @@ CASES = {
           w = Unsqueeze(width, z) batch = Slice(s, z, one) to = Concat<axis=0>(batch, half, two, w) y = Reshape(x, to) }""",
         ["Shape", "Slice", "Concat", "Reshape"],
     ),
+    "32-bit sizes": (
+        FoldIntegers,
+        """g (float[B, 6, 4] x, int64 i) => (int32 y)
+        { s = Shape(x) c = Cast<to=6>(s) one = Constant<value = int64 {1}>() n = Gather(c, one) j = Cast<to=6>(i) y = Mul(n, j) }""",
+        ["Cast", "Mul"],
+    ),
     "one free dimension": (
         ConstantReshapes,
         """g (float[B, 6, 4] x) => (float[B, 24] y)
@@ -101,6 +107,63 @@ def test_same_results(name):
     feeds = {"x": feeds["x"].astype(np.float32)} | ({"i": np.asarray(1)} if len(proto.graph.input) > 1 else {})
     for one, other in zip(*(ReferenceEvaluator(m).run(None, feeds) for m in (proto, result)), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def parsed(text, ir_version=10):
+    return ir.from_proto(onnx.parser.parse_model(f'<ir_version: {ir_version}, opset_import: ["" : 18]> {text}'))
+
+
+LARGE = [
+    "n = Constant<value = int64[3] {64, 64, 64}>() y = ConstantOfShape(n)",
+    "n = Constant<value = int64[3] {64, 64, 64}>() one = Constant<value = int64 {1}>() y = Expand(one, n)",
+    "a = Constant<value = int64 {0}>() b = Constant<value = int64 {-999999}>() c = Constant<value = int64 {-2}>() y = Range(a, b, c)",
+]
+
+
+@pytest.mark.parametrize("body", LARGE)
+@pytest.mark.parametrize("known", [False, True])
+def test_large_results_are_not_even_computed(body, known, monkeypatch):
+    computed = []
+    monkeypatch.setattr("onnxamp.passes.integers.ReferenceEvaluator", computed.append)
+    model = parsed(f"g (float[2] x) => (int64[A] y) {{ {body} }}")
+    if known:
+        infer(model)
+    assert not FoldIntegers()(model).modified
+    assert not computed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        """g (float[B, 0] x) => (float[B, 0] y)
+        { two = Constant<value = int64 {2}>() s = SplitToSequence<axis=1>(x, two) y = ConcatFromSequence<axis=1>(s) }""",
+        """g (float[B, 6] x) => (float[B, 6] y)
+        { s = SequenceConstruct(x) i = Constant<value = int64 {1}>() y = SequenceAt(s, i) }""",
+    ],
+)
+def test_pieces_that_are_not_there(text):
+    model = parsed(text)
+    infer(model)
+    operators = [node.op_type for node in model.graph]
+    assert not FoldSequences()(model).modified
+    assert [node.op_type for node in model.graph] == operators
+
+
+DEFAULTS = {
+    FoldIntegers: """g (float[B] x, int64 k) => (int64 y) <int64 k = {2}>
+        { one = Constant<value = int64 {1}>() a = Add(k, one) y = Neg(a) }""",
+    FoldSequences: """g (float[B, 6] x, int64 k) => (float[B, 3] y) <int64 k = {0}>
+        { three = Constant<value = int64 {3}>() q = SplitToSequence<axis=1>(x, three) y = SequenceAt(q, k) }""",
+}
+
+
+@pytest.mark.parametrize("make", DEFAULTS)
+@pytest.mark.parametrize("ir_version", [3, 10])
+def test_a_default_is_no_constant(make, ir_version):
+    """From IR 4 on an initializer that is an input may be replaced by the caller; before it was how every constant was listed."""
+    model = parsed(DEFAULTS[make], ir_version)
+    infer(model)
+    assert make()(model).modified == (ir_version == 3)
 
 
 def test_sizes_tell_each_other():
