@@ -2,8 +2,8 @@
 
     python benchmarks/calibration_memory.py MODEL [--dim NAME=N] [--batches 10,100,1000]
 
-Each count runs in a process of its own, on copies of 16 made-up samples, one after the other. Peak: VmHWM, the most memory that the process
-ever held. Beside it the bytes of the batches themselves, which a calibration that kept them would hold, and of all values that were measured.
+Each count runs in a process of its own, on copies of 16 made-up samples, one after the other. Peak: VmHWM, the most memory that the
+process ever held. Beside it the bytes of the batches and of all values that were measured, which a calibration that kept them would hold.
 """
 
 from __future__ import annotations

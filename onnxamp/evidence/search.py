@@ -4,8 +4,8 @@
 2. One instrumented run ranks the nodes (`onnxamp.evidence.sensitivity`).
 3. If O2 misses the tolerance, raise nodes to fp32 in the order of their scores, as many as the scores say, then twice as many and so on
    until it is met; then look between what failed and what passed for the fewest.
-4. Lower what the tolerance allows: raised nodes that were not needed, then nodes that rules keep in fp32. They are set free all at once, and
-   the minimum cut takes those that save traffic; if that misses the tolerance, a half at a time, the least sensitive first.
+4. Lower what the tolerance allows: raised nodes that were not needed, then nodes that rules keep in fp32. They are set free all at once,
+   and the minimum cut takes those that save traffic; if that misses the tolerance, a half at a time, the least sensitive first.
 
 Everything is deterministic, and each evaluation is written to a journal at once: an interrupted search that is started again reads what it
 knows and goes on to the same result.
