@@ -73,7 +73,8 @@ class ConvertConstantsPass(ir.passes.InPlacePass):
             convert_constant(value, BY_IR[next(iter(others))], limit)
             return True
         for kind, reads in others.items():
-            copy = _copy(value, BY_IR[kind], limit, names())
+            name = names().value(value.name or "", kind)
+            copy = add_copy(value, ConvertedTensor(_data(value), BY_IR[kind], limit), name, names())
             if listed:
                 model.graph.inputs.append(copy)
             for read in reads:
@@ -135,25 +136,23 @@ def _set_value(node: ir.Node | None, tensor: ir.TensorProtocol) -> None:
     node.attributes["value"] = ir.AttrTensor("value", tensor)
 
 
-def _copy(value: ir.Value, kind: FloatType, limit: float | None, names: Names) -> ir.Value:
+def add_copy(value: ir.Value, tensor: ir.TensorProtocol, name: str, names: Names) -> ir.Value:
+    """A constant called `name` beside another one, in its scope and form, with other data."""
     assert value.name is not None
-    name = names.value(value.name, kind.ir)
-    tensor = ConvertedTensor(_data(value), kind, limit)
     graph = value.graph
     assert graph is not None
+    copy = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape))
     node = value.producer()
     if node is None:
-        tensor.name = name
-        copy = ir.Value(name=name, type=ir.TensorType(kind.ir), shape=value.shape, const_value=tensor)
+        tensor.name, copy.const_value = name, tensor
         graph.register_initializer(copy)
     else:
-        copy = ir.Value(name=name, type=ir.TensorType(kind.ir), shape=value.shape)
         attributes = [ir.AttrTensor("value", tensor)]
         twin = ir.Node("", "Constant", [], attributes, outputs=[copy], name=names.node(name))
         twin.metadata_props.update(node.metadata_props)
         graph.insert_after(node, twin)
     copy.metadata_props.update(value.metadata_props)
-    copy.metadata_props["onnxamp.source"] = value.name
+    copy.metadata_props.setdefault("onnxamp.source", value.name)
     return copy
 
 

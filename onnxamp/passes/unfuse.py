@@ -7,6 +7,7 @@ import onnx_ir as ir
 from onnxamp.errors import UnsupportedError
 from onnxamp.model.constants import constant_tensor
 from onnxamp.model.units import Read
+from onnxamp.passes.constants import add_copy
 from onnxamp.passes.names import Names
 from onnxamp.policy.plan import Plan
 
@@ -15,7 +16,7 @@ class UnfusePass(ir.passes.InPlacePass):
     """Give the bias behind a normalization a leading dimension, where its fusion would not load.
 
     1. The plan names the biases (`policy.affine`): x has one precision, scale and bias the other, and neither may change.
-    2. Such a bias b of shape [n] becomes ``b__row`` of shape [1, n], an initializer of its own that only this Add reads. ONNX Runtime
+    2. Such a bias b of shape [n] becomes ``b__row`` of shape [1, n], a constant of its own that only this Add reads. ONNX Runtime
        fuses vectors only; the sum is the same, as the normalized value has two dimensions or more.
     3. Below IR 4 the copy is listed as an input, like every initializer.
     """
@@ -37,8 +38,10 @@ class UnfusePass(ir.passes.InPlacePass):
             assert tensor is not None
             if len(tensor.shape) == 1:
                 self._refuse_vectors(read)
-                row = _row(bias, tensor, names)
-                if model.ir_version < 4:
+                assert bias.name is not None
+                content = ir.Tensor(tensor.numpy().reshape(1, -1), dtype=tensor.dtype)
+                row = add_copy(bias, content, names.copy(bias.name, "row"), names)
+                if model.ir_version < 4 and row.is_initializer():
                     model.graph.inputs.append(row)
                 read.redirect(row)
                 modified = True
@@ -55,16 +58,3 @@ class UnfusePass(ir.passes.InPlacePass):
                 f"Runtime would fuse into a node that does not load, and its result is {rank}: keep or lower the whole normalization "
                 "together with the node in front of it."
             )
-
-
-def _row(bias: ir.Value, tensor: ir.TensorProtocol, names: Names) -> ir.Value:
-    assert bias.name is not None
-    assert bias.graph is not None
-    assert bias.dtype is not None
-    name = names.copy(bias.name, "row")
-    content = ir.Tensor(tensor.numpy().reshape(1, -1), dtype=tensor.dtype, name=name)
-    row = ir.Value(name=name, type=ir.TensorType(bias.dtype), shape=ir.Shape([1, tensor.size]), const_value=content)
-    row.metadata_props.update(bias.metadata_props)
-    row.metadata_props.setdefault("onnxamp.source", bias.name)
-    bias.graph.register_initializer(row)
-    return row

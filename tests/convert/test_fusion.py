@@ -8,6 +8,7 @@ import types
 
 import numpy as np
 import onnx
+import onnx_ir
 import pytest
 from onnx import numpy_helper
 
@@ -90,6 +91,21 @@ def test_a_bias_that_cannot_follow_gets_a_leading_dimension(tmp_path: pathlib.Pa
     feeds = {"x0": np.random.default_rng(0).normal(size=(2, 64)).astype(np.float32)}
     assert judge.error(judge.run(source, feeds), judge.run(written, feeds)) < 2e-2
     assert onnxamp.convert(tmp_path / "out.onnx", keep=("ng", "s")).summary == result.summary
+
+
+def test_a_bias_in_a_body_is_copied_there_whatever_the_ir_version() -> None:
+    norm = SHAPES["behind"].replace("y = Add(ng, b)", "s = Add(ng, k) z = Add(s, k)")
+    body = f"k = Constant <value_floats = [{', '.join(['1.0'] * 64)}]> () {norm}"
+    text = f"y = If (c) <then_branch = t () => (float[2,64] z) {{ {body} }}, else_branch = e () => (float[2,64] x1) {{ x1 = Neg(x0) }}>"
+    source = model(text)
+    source.ir_version = 3
+    source.graph.input.append(onnx.helper.make_tensor_value_info("c", onnx.TensorProto.BOOL, ()))
+    for tensor in source.graph.initializer:
+        source.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    result = onnx_ir.to_proto(onnxamp.convert(source, keep=("ng", "s")).model)
+    onnx.checker.check_model(result)
+    (branch,) = [a.g for node in result.graph.node for a in node.attribute if a.name == "then_branch"]
+    assert "k__row" in {node.output[0] for node in branch.node if node.op_type == "Constant"}
 
 
 def test_a_result_of_unknown_rank_is_refused() -> None:
