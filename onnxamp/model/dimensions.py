@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 import onnx_ir as ir
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
-_FUNCTIONS: dict[str, Callable[..., float]] = {
-    "floor": math.floor,
-    "ceiling": math.ceil,
-    "Max": max,
-    "Min": min,
-    "Mod": operator.mod,
-    "Abs": abs,
+# With the number of arguments; None for two or more.
+_FUNCTIONS: dict[str, tuple[Callable[..., float], int | None]] = {
+    "floor": (math.floor, 1),
+    "ceiling": (math.ceil, 1),
+    "Max": (max, None),
+    "Min": (min, None),
+    "Mod": (operator.mod, 2),
+    "Abs": (abs, 1),
 }
 _OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -27,9 +28,8 @@ _OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
+    ast.Pow: math.pow,  # in floats, which overflow: a file may ask for 9**9**9
 }
-
 
 FIRST_DIM, OTHER_DIM = 1, 64
 
@@ -57,7 +57,7 @@ class Sizes:
         for name in names(dim.value):
             self.dims.setdefault(name, default)
             self.names.add(name)
-        return evaluate(dim.value, self.dims)
+        return evaluate(dim.value, self.dims, default)
 
     def elements(self, shape: Iterable[int | ir.SymbolicDim]) -> int:
         """The number of elements of a tensor of this shape."""
@@ -72,15 +72,15 @@ def names(expression: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in _NAME.findall(expression) if name not in _FUNCTIONS))
 
 
-def evaluate(expression: str, sizes: Mapping[str, int]) -> int:
-    """The size of a dimension, at least 0, given those of its names."""
+def evaluate(expression: str, sizes: Mapping[str, int], default: int) -> int:
+    """The size of a dimension, at least 0, given those of its names; `default` for an expression that has no value."""
     tree = _tree(expression)
     if tree is None:
         return sizes[expression]
     try:
         return max(0, int(_value(tree, {_key(name): size for name, size in sizes.items()})))
-    except (ArithmeticError, KeyError):
-        return 1
+    except (ArithmeticError, ValueError, KeyError, RecursionError):
+        return default
 
 
 @functools.lru_cache(maxsize=4096)
@@ -89,9 +89,9 @@ def _tree(expression: str) -> ast.expr | None:
     text = _NAME.sub(lambda match: match[0] if match[0] in _FUNCTIONS else _key(match[0]), expression)
     try:
         tree = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError):
+        return tree if not isinstance(tree, ast.Name) and _understood(tree) else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last from a parser whose stack is full
         return None
-    return tree if not isinstance(tree, ast.Name) and _understood(tree) else None
 
 
 def _key(name: str) -> str:
@@ -106,8 +106,11 @@ def _understood(tree: ast.expr) -> bool:
     if isinstance(tree, ast.UnaryOp):
         return isinstance(tree.op, ast.USub) and _understood(tree.operand)
     if isinstance(tree, ast.Call):
-        known = isinstance(tree.func, ast.Name) and tree.func.id in _FUNCTIONS and not tree.keywords
-        return known and all(_understood(argument) for argument in tree.args)
+        if not isinstance(tree.func, ast.Name) or tree.func.id not in _FUNCTIONS or tree.keywords:
+            return False
+        _, count = _FUNCTIONS[tree.func.id]
+        fits = len(tree.args) == count if count is not None else len(tree.args) > 1
+        return fits and all(_understood(argument) for argument in tree.args)
     return isinstance(tree, ast.Name) or (isinstance(tree, ast.Constant) and isinstance(tree.value, int | float))
 
 
@@ -118,7 +121,8 @@ def _value(tree: ast.expr, sizes: Mapping[str, float]) -> float:
         return -_value(tree.operand, sizes)
     if isinstance(tree, ast.Call):
         assert isinstance(tree.func, ast.Name)
-        return _FUNCTIONS[tree.func.id](*(_value(argument, sizes) for argument in tree.args))
+        function, _ = _FUNCTIONS[tree.func.id]
+        return function(*[_value(argument, sizes) for argument in tree.args])
     if isinstance(tree, ast.Name):
         return sizes[tree.id]
     assert isinstance(tree, ast.Constant)

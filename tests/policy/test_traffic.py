@@ -88,10 +88,18 @@ def test_given_dimensions(graph_of):
         ("128", (), 128),
         ("?", ("?",), 7),
         ("batch*batch", ("batch",), 9),
-        ("batch/0", ("batch",), 1),
+        ("batch/0", ("batch",), 64),  # from here on what has no value: the default
+        ("9**9**9", (), 64),
+        ("9**9**9*0", (), 64),
+        ("(0-9)**batch**(1/2)", ("batch",), 64),
+        ("+".join("1" * 5000), ("+".join("1" * 5000),), 64),
+        ("Max()", ("Max()",), 64),
+        ("Min(batch)", ("Min(batch)",), 64),
+        ("floor(1, 2)", ("floor(1, 2)",), 64),
+        ("floor()", ("floor()",), 64),
     ],
 )
 def test_dimension_expressions(text, names, size):
     sizes = {"batch": 3, "p2o.Dim.1": 20, "height": 10, "a/b/c_dim_1": 5, "?": 7}
     assert dimensions.names(text) == names
-    assert dimensions.evaluate(text, sizes) == size
+    assert dimensions.Sizes(sizes).size(ir.SymbolicDim(text), 1) == size
