@@ -130,7 +130,7 @@ def _elements(node: ir.Node, operands: list[np.ndarray]) -> float:
     shape = node.outputs[0].shape
     if shape is not None and shape.is_static():
         return math.prod(shape.numpy())
-    numbers = [operand.reshape(-1).tolist() for operand in operands]
+    numbers: list[list[float]] = [operand.reshape(-1).tolist() for operand in operands]
     if node.op_type == "ConstantOfShape":
         return math.prod(numbers[0])
     if node.op_type == "Expand":

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.dtypes import FloatType
-from onnxamp.model.constants import constant_tensor
+from onnxamp.model.constants import fixed_tensor
 from onnxamp.model.signatures import operator_name
 from onnxamp.model.tensors import mapped
 from onnxamp.model.units import TypeGraph, Unit
@@ -70,7 +70,7 @@ class Facts:
         if value is None:
             return None
         if value not in self._tensors:
-            self._tensors[value] = None if value in self.graph.writer else constant_tensor(value)
+            self._tensors[value] = fixed_tensor(value, self.graph.model.ir_version)
         return self._tensors[value]
 
     def scalar(self, value: ir.Value | None) -> float | None:
@@ -181,8 +181,8 @@ class Facts:
             axes = tensor.numpy().reshape(-1).tolist()
         if not axes and not node.attributes.get_int("noop_with_empty_axes", 0):
             axes = list(range(len(shape)))
-        sizes = [shape[axis] if -len(shape) <= axis < len(shape) else None for axis in axes]
-        return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+        sizes = [size for axis in axes if -len(shape) <= axis < len(shape) and isinstance(size := shape[axis], int)]
+        return math.prod(sizes) if len(sizes) == len(axes) else None
 
     def _reduces(self, denominator: ir.Value, numerator: ir.Value | None) -> bool:
         """Whether `denominator` is a reduction of `numerator`, with an epsilon at most between."""

@@ -80,9 +80,7 @@ def _normalizes(user: ir.Node, exponential: ir.Value) -> bool:
 
 
 def _carries(facts: Facts, node: ir.Node) -> bool:
-    if operator_name(node) in _ADDITIVE or (
-        operator(node).kind is Kind.MOVE and not any(node.attributes.get(b) for b in ("body",))
-    ):
+    if operator_name(node) in _ADDITIVE or (operator(node).kind is Kind.MOVE and "body" not in node.attributes):
         return True
     return operator_name(node) in ("Mul", "Div") and (_is_scaled_flag(facts, node) or _is_switched(facts, node))
 

@@ -163,7 +163,7 @@ def _entry(pattern: str, low: bool, found: set[str]) -> _Entry:
     if pattern == "*":
         return _Entry(low, pattern, _ALL, code)
     if pattern in found:  # an exact name may hold characters that a glob would interpret
-        return _Entry(low, re.escape(pattern).join(("re:", "")), _EXACT, code)
+        return _Entry(low, f"re:{re.escape(pattern)}", _EXACT, code)
     return _Entry(low, pattern, _EXACT if _is_plain(pattern) else _PATTERN, code)
 
 

@@ -351,6 +351,7 @@ def test_every_other_step_only_adds() -> None:
             "ceil_mode",
         ),
         (Case("Resize", 11, (X,), {}, None, (np.array([1, 1, 2, 0.5], np.float32),)), "shrinks one"),
+        (Case("Resize", 11, (X, *HEIGHT)), "scales are not constant"),
         (
             Case(
                 "Resize",

@@ -85,6 +85,13 @@ CASES = [
         dict.fromkeys("dpsl", "AMP106"),
     ),
     (
+        "log-sum-exp with an epsilon in front",
+        17,
+        """e = Constant<value_float=1e-6>() d = Sub(h, one) p = Exp(d) s = ReduceSum(p, last) a = Add(e, s) l = Log(a)
+        r = Sub(h, l)""",
+        dict.fromkeys("dpsl", "AMP106"),
+    ),
+    (
         "L2 normalization",
         17,
         "v = ReduceL2<axes=[-1]>(h) e = Constant<value_float=1e-12>() a = Add(v, e) r = Div(h, a)",
@@ -220,7 +227,7 @@ CASES = [
         {"m": "AMP209", "a": "AMP209"},
     ),
 ]
-assert len({case[0] for case in CASES}) == len(CASES) == 37
+assert len({case[0] for case in CASES}) == len(CASES) == 38
 
 
 @pytest.mark.parametrize(("name", "opset", "body", "expected"), CASES, ids=[case[0] for case in CASES])
@@ -229,6 +236,13 @@ def test_rule(codes_of, name, opset, body, expected):
     wanted = {node: ("fp16" if code == "AMP003" else "fp32", code) for node, code in expected.items()}
     assert {node: found[node] for node in expected} == wanted
     assert found["h"] == ("fp16", "AMP002")
+
+
+def test_a_default_is_no_constant(codes_of):
+    """A caller may replace it, and the number of elements summed with it."""
+    (body,) = [case[2] for case in CASES if case[0] == "a mean from a sum restores"]
+    text = HEAD.replace("int64[4] n", "int64[4] n, int64[1] last") + body + TAIL
+    assert codes_of(text, target="any")["r"] == ("fp32", "AMP116")
 
 
 @pytest.mark.parametrize("rule", NUMERICAL + BINDING, ids=lambda rule: rule.__name__)

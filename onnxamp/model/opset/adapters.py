@@ -319,8 +319,10 @@ def resize_11(edit: Edit) -> None:
     """Resize 10 → 11. ONNX Runtime rounds up where a size shrinks, which opset 10 leaves open."""
     scales, content = edit.operand(1), edit.content(1)
     if edit.get("mode", "nearest") == "nearest":
-        shrinks = content is not None and bool((content < 1).any())
-        if shrinks and content is not None and (content > 1).any():
+        if content is None:
+            raise edit.refuse("its scales are not constant, and ONNX Runtime rounds up where a size shrinks, else down")
+        shrinks = bool((content < 1).any())
+        if shrinks and (content > 1).any():
             raise edit.refuse("it shrinks one size and grows another, each rounded its own way")
         edit.set("nearest_mode", "ceil" if shrinks else "floor")
     edit.set("coordinate_transformation_mode", "asymmetric")

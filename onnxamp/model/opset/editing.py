@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.errors import UnsupportedError
+from onnxamp.model.constants import fixed_tensor
 from onnxamp.model.units import all_nodes, all_values
 
 
@@ -56,10 +57,11 @@ class Edit:
         version: The opset that it is brought to; what is added is written in that one.
     """
 
-    def __init__(self, node: ir.Node, version: int, names: Names) -> None:
+    def __init__(self, node: ir.Node, version: int, names: Names, ir_version: int) -> None:
         self.node = node
         self.version = version
         self._names = names
+        self._ir_version = ir_version
 
     def refuse(self, reason: str) -> OpsetError:
         """The error to raise where the later version cannot say what the node says."""
@@ -114,9 +116,8 @@ class Edit:
         return tuple(size if isinstance(size, int) else None for size in value.shape)
 
     def content(self, index: int) -> np.ndarray | None:
-        """The operand's elements, if it is a constant."""
-        value = self.operand(index)
-        tensor = None if value is None else ir.convenience.get_const_tensor(value)
+        """The operand's elements, if it is a constant that callers cannot replace."""
+        tensor = fixed_tensor(self.operand(index), self._ir_version)
         return None if tensor is None else tensor.numpy()
 
     def rank(self, index: int) -> int:

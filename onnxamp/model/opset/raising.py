@@ -39,20 +39,20 @@ def raise_opset(model: ir.Model, version: int) -> None:
             f"The model has opset {current} and cannot be brought to {version}: ask for {current} to {HIGHEST}."
         )
     names = Names(model)
-    _raise(model.graph, current, version, names)
+    _raise(model.graph, current, version, names, model.ir_version)
     model.opset_imports[""] = version
     for function in model.functions.values():
         own = function.opset_imports.get("", version)
         if own < version:
-            _raise(function.graph, own, version, names)
+            _raise(function.graph, own, version, names, model.ir_version)
             function.opset_imports[""] = version
 
 
-def _raise(graph: ir.Graph, current: int, version: int, names: Names) -> None:
+def _raise(graph: ir.Graph, current: int, version: int, names: Names, ir_version: int) -> None:
     for step in range(current + 1, version + 1):
         for node in list(all_nodes(graph)):
             if not node.domain and step in versions(node.op_type) and (node.version or 0) < step:
-                _step(Edit(node, step, names))
+                _step(Edit(node, step, names, ir_version))
                 node.version = None
     for node in all_nodes(graph):
         if not node.domain:

@@ -182,6 +182,6 @@ def _over_space(facts: Facts, reduction: ir.Node) -> bool:
     if axes is not None:
         return len(axes.as_ints()) > 1
     if len(reduction.inputs) > 1 and reduction.inputs[1] is not None:
-        tensor = ir.convenience.get_const_tensor(reduction.inputs[1])
+        tensor = facts.tensor(reduction.inputs[1])
         return tensor is not None and tensor.size > 1
     return False

@@ -28,8 +28,9 @@ def softmaxes(marks: Marks) -> None:
 
 def _sum_of_exponentials(facts: Facts, value: ir.Value | None) -> tuple[ir.Node, ir.Node] | None:
     node = facts.through_moves(value).producer() if value is not None else None
-    if node is not None and operator_name(node) in ("Add", "Max", "Clip") and node.inputs[0] is not None:  # an epsilon
-        node = facts.through_moves(node.inputs[0]).producer()
+    if node is not None and operator_name(node) in ("Add", "Max", "Clip"):  # an epsilon
+        summand = next((value for value in node.inputs if value is not None and facts.scalar(value) is None), None)
+        node = facts.through_moves(summand).producer() if summand is not None else None
     if node is None or operator_name(node) != "ReduceSum" or node.inputs[0] is None:
         return None
     exponential = facts.through_moves(node.inputs[0]).producer()
