@@ -26,7 +26,7 @@ def rebuild(
     Raises:
         UnsupportedError: The body draws random numbers, which would be others the second time.
     """
-    body.refuse(any(is_random(node) for node in source.all_nodes()), "its body draws random numbers")
+    body.refuse(any(is_random(node) for node in source), "its body draws random numbers")
     for value in source.initializers.values():
         assert value.const_value is not None
         actual[value] = body.constant(value.const_value.numpy())

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onnxamp.errors import UnsupportedError
 from onnxamp.model.incremental import IncrementalInference
+from onnxamp.model.units import bodies
 
 Operand = ir.Value | np.ndarray | float | int | Sequence[int] | None
 
@@ -317,8 +318,10 @@ class Emitter:
 
 
 def is_random(node: ir.Node) -> bool:
-    """Whether a node may give another result when it runs again."""
-    return node.op_type in _UNREPEATABLE or (node.op_type == "Dropout" and len(node.inputs) > 2)
+    """Whether a node, or one in its bodies, may give another result when it runs again."""
+    if node.op_type in _UNREPEATABLE or (node.op_type == "Dropout" and len(node.inputs) > 2):
+        return True
+    return any(is_random(inner) for body in bodies(node) for inner in body)
 
 
 def _key(node: ir.Node) -> object | None:

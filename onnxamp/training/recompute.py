@@ -5,7 +5,8 @@ is alive at the first cut, when the gradient arrives.
 
 A repeated node must run late, and no optimizer may find that it is its original. Both come from one node in front of it: each value that a
 repeated segment starts from is read through ``Where(c, x, x)``, with a condition made of one element of the arriving gradient. It is x
-whatever the condition, so gradients keep their bits. Masks and other values that do not depend on the data are not repeated.
+whatever the condition, so gradients keep their bits. Masks and other values that do not depend on the data are not repeated. What a node
+draws at random is kept, as it would be another the second time, and what a node with bodies gives, as they read values around them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from onnxamp.autodiff.emitter import FLOATS, is_random
+from onnxamp.autodiff.reverse import captured
 from onnxamp.errors import UsageError
 from onnxamp.model.dimensions import Sizes
+from onnxamp.model.units import all_nodes, bodies
 
-_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 # Other types that ONNX Runtime selects by Where on every provider.
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.UINT8)
 # What inputs that are not data are called.
@@ -120,23 +123,32 @@ class _Forward:
             if value.shape is not None:
                 self.sizes.elements(value.shape)
         everything = list(graph)
-        reached = _ancestors(loss)
+        self.reads = {
+            node: [*(value for value in node.inputs if value is not None), *captured(node)] for node in everything
+        }
+        self.users: dict[ir.Value, list[ir.Node]] = {}
+        for node, values in self.reads.items():
+            for value in values:
+                self.users.setdefault(value, []).append(node)
+        self.outer = {inner: node for node in everything for body in bodies(node) for inner in all_nodes(body)}
+        reached = self._ancestors(loss)
         self.data = frozenset(v for v in graph.inputs if not str(v.name).startswith(_STATE))
-        active = _descendants(self.data)
-        self.backward = _descendants([seed])
+        active = self._descendants(self.data)
+        self.backward = self._descendants([seed])
         # Others read forward values for the backward half before any gradient is there: exp(−x²) for the gradient of Erf.
         self.later = {node for node in everything if node not in reached}
         self.order = {node: index for index, node in enumerate(everything)}
         self.nodes = [node for node in everything if node in reached and node in active and node not in self.backward]
         self.place = {node: index for index, node in enumerate(self.nodes)}
+        self.once = {node for node in self.nodes if is_random(node) or any(bodies(node))}
         self.costs = [self._work(node) for node in self.nodes]
         self.work = sum(self.costs)
         self.saved = [0] * len(self.nodes)
         self.alive = [0] * len(self.nodes)
         self.long = 0
+        self.kept = 0
         self.last: ir.Node | None = None
         self._measure()
-        self.kept = sum(self.saved)
 
     def plans(self) -> Iterable[list[_Segment]]:
         """Ways to cut, each with the fewest bytes at its cuts for a largest segment."""
@@ -190,11 +202,12 @@ class _Forward:
     def repeat(self, segment: _Segment) -> None:
         """Compute a segment again for the backward half."""
         inside = set(self.nodes[segment.start : segment.stop])
+        nodes = [node for node in self.nodes[segment.start : segment.stop] if node not in self.once]
         wanted = [
             value
-            for node in self.nodes[segment.start : segment.stop]
+            for node in nodes
             for value in node.outputs
-            if self._read_back(value) and all(user in inside or user not in self.place for user, _ in value.uses())
+            if self._read_back(value) and all(user in inside or user not in self.place for user in self._users(value))
         ]
         readers = self._readers(wanted)
         if not readers:
@@ -202,17 +215,15 @@ class _Forward:
         first = min(
             readers, key=self.order.__getitem__
         )  # what it reads of the backward half depends on none of `wanted`
-        arriving = next(
-            (v for v in first.inputs if v is not None and v.dtype in _FLOATS and v.producer() in self.backward), None
-        )
+        arriving = next((v for v in self.reads[first] if v.dtype in FLOATS and v.producer() in self.backward), None)
         if arriving is None:
             return
-        needed = _ancestors(wanted, inside)
+        needed = self._ancestors(wanted, set(nodes))
         # In the file they stand where the gradient arrives: some runtimes run nodes in this order.
         self.last = arriving.producer()
         condition: ir.Value | None = None
         copies: dict[ir.Value, ir.Value] = {}
-        for node in self.nodes[segment.start : segment.stop]:
+        for node in nodes:
             if node not in needed:
                 continue
             for value in node.inputs:
@@ -235,7 +246,7 @@ class _Forward:
             self._place(twin)
         for value in wanted:
             for user, index in list(value.uses()):
-                if user in self.later:
+                if self.outer.get(user, user) in self.later:
                     user.replace_input_with(index, copies[value])
 
     def _readers(self, values: Iterable[ir.Value]) -> set[ir.Node]:
@@ -243,7 +254,7 @@ class _Forward:
         found: set[ir.Node] = set()
         stack = list(values)
         while stack:
-            for user, _ in stack.pop().uses():
+            for user in self._users(stack.pop()):
                 if user in self.backward:
                     found.add(user)
                 elif user in self.later:
@@ -316,9 +327,13 @@ class _Forward:
                     continue
                 size = self._bytes(value)
                 views = _views(value)
-                if any(self._read_back(view) for view in views):
-                    self.saved[index] += size
-                uses = [self.place[user] for view in views for user, _ in view.uses() if user in self.place]
+                back = size if any(self._read_back(view) for view in views) else 0
+                self.kept += back
+                if node in self.once:
+                    self.long += size
+                    continue
+                self.saved[index] += back
+                uses = [self.place[user] for view in views for user in self._users(view) if user in self.place]
                 last = max(uses, default=index)
                 if last - index > far:
                     self.long += size
@@ -327,13 +342,38 @@ class _Forward:
                     self.alive[position] += size
 
     def _read_back(self, value: ir.Value) -> bool:
-        return any(user in self.later for user, _ in value.uses())
+        return any(user in self.later for user in self._users(value))
+
+    def _users(self, value: ir.Value) -> Sequence[ir.Node]:
+        """The nodes of the main graph that read `value`, themselves or in their bodies."""
+        return self.users.get(value, ())
+
+    def _ancestors(self, values: Iterable[ir.Value], within: set[ir.Node] | None = None) -> set[ir.Node]:
+        found: set[ir.Node] = set()
+        stack = [value.producer() for value in values]
+        while stack:
+            node = stack.pop()
+            if node is None or node in found or (within is not None and node not in within):
+                continue
+            found.add(node)
+            stack += [value.producer() for value in self.reads[node]]
+        return found
+
+    def _descendants(self, values: Iterable[ir.Value]) -> set[ir.Node]:
+        found: set[ir.Node] = set()
+        stack = list(values)
+        while stack:
+            for node in self._users(stack.pop()):
+                if node not in found:
+                    found.add(node)
+                    stack += node.outputs
+        return found
 
     def _is_activation(self, value: ir.Value) -> bool:
         producer = value.producer()
         if producer is None:
-            return value in self.data and (value.dtype in _FLOATS or value.dtype in _INTEGERS)
-        return value.dtype in _FLOATS and producer in self.place
+            return value in self.data and (value.dtype in FLOATS or value.dtype in _INTEGERS)
+        return value.dtype in FLOATS and producer in self.place
 
     def _bytes(self, value: ir.Value) -> int:
         if value.dtype is None or value.shape is None:
@@ -370,27 +410,4 @@ def _views(value: ir.Value) -> list[ir.Value]:
     found = [value]
     for view in found:
         found += [u.outputs[0] for u, index in view.uses() if index == 0 and u.op_type in _VIEWS and u.domain == ""]
-    return found
-
-
-def _ancestors(values: Iterable[ir.Value], within: set[ir.Node] | None = None) -> set[ir.Node]:
-    found: set[ir.Node] = set()
-    stack = [value.producer() for value in values]
-    while stack:
-        node = stack.pop()
-        if node is None or node in found or (within is not None and node not in within):
-            continue
-        found.add(node)
-        stack += [value.producer() for value in node.inputs if value is not None]
-    return found
-
-
-def _descendants(values: Iterable[ir.Value]) -> set[ir.Node]:
-    found: set[ir.Node] = set()
-    stack = list(values)
-    while stack:
-        for node, _ in stack.pop().uses():
-            if node not in found:
-                found.add(node)
-                stack += node.outputs
     return found

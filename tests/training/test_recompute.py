@@ -123,6 +123,44 @@ def test_the_runtime_keeps_what_is_repeated(export, name, tmp_path):
     assert heavy(optimized.graph.node) == heavy(graph.graph) > 3
 
 
+RANDOM = {
+    "noise": "n{i} = RandomNormalLike(h{i}) s{i} = Mul(h{i}, n{i}) z{i} = Add(h{i}, s{i})",
+    "mask": "p{i} = Sigmoid(h{i}) m{i} = Bernoulli(p{i}) z{i} = Mul(h{i}, m{i})",
+    "body": """q{i} = ReduceMax<keepdims=0>(h{i}) f{i} = Less(q{i}, two) k{i} = If(f{i}) <then_branch = then{i} () => (bool[batch, 16] c{i})
+                 {{ u{i} = RandomUniformLike(h{i}) c{i} = Less(u{i}, half) }},
+               else_branch = other{i} () => (bool[batch, 16] b{i}) {{ b{i} = Less(h{i}, half) }}>
+               z{i} = Where(k{i}, h{i}, half)""",
+    "branches": """q{i} = ReduceMax<keepdims=0>(h{i}) f{i} = Less(q{i}, two) z{i} = If(f{i})
+                   <then_branch = then{i} () => (float[batch, 16] c{i}) {{ c{i} = Mul(h{i}, h{i}) }},
+                   else_branch = other{i} () => (float[batch, 16] b{i}) {{ b{i} = Neg(h{i}) }}>""",
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_what_is_drawn_at_random_is_drawn_once_and_bodies_run_once(kind):
+    """z = μ + σ·RandomNormalLike(μ): gradients are those of the numbers that the forward half drew."""
+    layers = 6
+    body = "\n".join(
+        f"a{i} = MatMul({f'r{i - 1}' if i else 'x'}, w{i}) h{i} = Tanh(a{i}) {RANDOM[kind].format(i=i)} r{i} = Tanh(z{i})"
+        for i in range(layers)
+    )
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 18]>
+        g (float[batch, 16] x) => (float[batch, 16] y) <float half = {{0.5}}, float two = {{2}}>
+        {{ {body} y = MatMul(r{layers - 1}, w0) }}""")
+    rng = np.random.default_rng(0)
+    model.graph.initializer.extend(
+        onnx.numpy_helper.from_array(rng.normal(size=(16, 16)).astype(np.float32) / 4, f"w{i}") for i in range(layers)
+    )
+    need = _modelled(build(model, memory_budget=10**12, level="O0", **_options()))[0]
+    bundle = build(model, memory_budget=int(0.7 * need), level="O0", **_options())
+    nodes = list(bundle.graphs["grad"].graph.all_nodes())
+    drawn = [node.op_type for node in nodes if node.op_type in ("RandomNormalLike", "RandomUniformLike", "Bernoulli")]
+    assert len(drawn) == (layers if kind != "branches" else 0)
+    assert sum((node.name or "").startswith("recompute/") for node in nodes) >= layers
+    batch = {"x": rng.normal(size=(ROWS, 16)).astype(np.float32), "labels": rng.integers(0, 5, ROWS)}
+    assert Trainer(bundle, "cpu", 1, threads=1).micro_step(batch).report["ok"]
+
+
 def test_less_memory_is_more_work(export):
     model, _ = _model(export, "transformer")
     need = _modelled(build(model, memory_budget=10**12, level="O0", **_options()))[0]
