@@ -15,14 +15,18 @@ import onnx.shape_inference
 import onnx_ir as ir
 import onnx_shape_inference
 
+from onnxamp.errors import cause
 from onnxamp.model import contrib_shapes
 from onnxamp.model.signatures import operator_name, signature
+from onnxamp.model.tensors import nbytes
 from onnxamp.model.units import TYPE_ATTRIBUTE, all_nodes, all_values, bodies
 
 # Tensors above this size do not take part in inference by value (shapes, axes and repeats are far smaller).
 _SMALL_BYTES = 1024
 # How ONNX's inference calls a dimension that it does not know.
 _ANONYMOUS = "unk__"
+# What ONNX's inference raises.
+_REFUSALS = (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError, ValueError, TypeError)
 _ELEMENT = {
     "bool": ir.DataType.BOOL,
     "complex64": ir.DataType.COMPLEX64,
@@ -61,9 +65,18 @@ def _infer_standard(model: ir.Model) -> None:
     proto, nodes = _skeleton(model)
     try:
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
-    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError, ValueError, TypeError):
+    except _REFUSALS:
         return  # the other two sources do what they can; what stays untyped is named where it matters
     _absorb(nodes, inferred.graph)
+
+
+def contradiction(model: ir.Model) -> str | None:
+    """What ONNX's own strict inference, which onnx.checker runs, refuses in a model with inferred types; None if nothing."""
+    try:
+        onnx.shape_inference.infer_shapes(_skeleton(model)[0], check_type=True, strict_mode=True)
+    except _REFUSALS as problem:
+        return cause(problem)
+    return None
 
 
 def _skeleton(model: ir.Model) -> tuple[onnx.ModelProto, list[ir.Node]]:
@@ -78,7 +91,7 @@ def _skeleton(model: ir.Model) -> tuple[onnx.ModelProto, list[ir.Node]]:
             nodes.append(node)
     small = []
     for value in graph.initializers.values():
-        if value.const_value is not None and value.const_value.nbytes > _SMALL_BYTES:
+        if value.const_value is not None and nbytes(value.const_value) > _SMALL_BYTES:
             large[value] = value.const_value
         else:
             small.append(value)
@@ -103,7 +116,7 @@ def _skeleton(model: ir.Model) -> tuple[onnx.ModelProto, list[ir.Node]]:
 def _is_large_constant(node: ir.Node) -> bool:
     if operator_name(node) != "Constant" or "value" not in node.attributes or node.attributes["value"].is_ref():
         return False
-    return node.attributes["value"].as_tensor().nbytes > _SMALL_BYTES
+    return nbytes(node.attributes["value"].as_tensor()) > _SMALL_BYTES
 
 
 def _drop_declarations(nodes: list[ir.Node], proto: onnx.GraphProto, opsets: dict[str, int]) -> None:
@@ -209,7 +222,7 @@ def _infer_symbolic(model: ir.Model) -> None:
     for value, kind, shape, tensor in before:
         if kind is not None:
             value.type = kind
-        elif not _is_whole(value.type):
+        elif not _is_whole(value.type) or not _is_result(value, model.opset_imports):
             value.type = None
         if shape is not None and (shape.is_static() or value.shape is None or len(value.shape) != len(shape)):
             value.shape = shape
@@ -291,9 +304,27 @@ def _by_signature(node: ir.Node, opsets: dict[str, int]) -> None:
         if attribute is not None and attribute.type == ir.AttributeType.INT:
             value.type = ir.TensorType(ir.DataType(attribute.as_int()))
         elif formal.variable in bound:
-            value.type = bound[formal.variable]
+            kind = bound[formal.variable]
+            value.type = kind if _is_allowed(kind, allowed) else None
         elif len(allowed) == 1:
             value.type = _parse(next(iter(allowed)))
+
+
+def _is_result(value: ir.Value, opsets: dict[str, int]) -> bool:
+    """Whether the operator that makes the value can give its type; True where no schema tells."""
+    node, index = value.producer(), value.index()
+    if node is None or index is None or value.type is None:
+        return True
+    signed = signature(node.domain, node.op_type, node.version or opsets.get(node.domain, 0))
+    formal = signed.output(index) if signed is not None else None
+    if signed is None or formal is None or not formal.homogeneous:
+        return True
+    return _is_allowed(value.type, signed.types.get(formal.variable, frozenset({formal.variable})))
+
+
+def _is_allowed(kind: ir.TypeProtocol, allowed: frozenset[str]) -> bool:
+    """Whether a schema that allows these types allows this one; of sequences and maps it is not asked."""
+    return not isinstance(kind, ir.TensorType) or f"tensor({kind.dtype.name.lower()})" in allowed
 
 
 def _is_whole(kind: ir.TypeProtocol | None) -> bool:

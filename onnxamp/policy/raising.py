@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 import onnx_ir as ir
@@ -22,6 +23,8 @@ from onnxamp.policy.targets import TargetTable
 from onnxamp.policy.user import label, wishes
 
 _ORIGIN = "onnxamp.origin"  # key of Value.meta in a raised copy: the value that it is a copy of
+# How ONNX's inference says where it found what.
+_PLACE = re.compile(r"\(op_type:(?P<operator>[^,)]+)(?:, node name: (?P<node>[^)]*))?\): *(?:\[\w+\] *)?(?P<reason>.*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +40,10 @@ def plan_at_best_opset(model: ir.Model, options: Options, ranges: Mapping[str, f
     """The plan for `model`, or for a copy of it in a later opset if that makes more of the wanted nodes 16-bit.
 
     Wanted are heavy nodes, those that the user lowers, and at O3 all. Of the opsets in which one of them first has the 16-bit type, up
-    to the table's end, the lowest that serves the most is taken. An opset is out if an operator cannot be written in it, or if a node for
-    which the target has a kernel now would have none there. `Plan.graph.model` is the model that the plan is for: `model` itself unless
-    the opset was raised. Nodes that stay fp32 for their opset say in their evidence what blocks it.
+    to the table's end, the lowest that serves the most is taken. An opset is out if an operator cannot be written in it, if a node for
+    which the target has a kernel now would have none there, or if ONNX finds shapes wrong there that it does not check now.
+    `Plan.graph.model` is the model that the plan is for: `model` itself unless the opset was raised. Nodes that stay fp32 for their opset
+    say in their evidence what blocks it.
 
     Raises:
         UsageError: See `make_plan`.
@@ -106,6 +110,10 @@ def _raised(graph: TypeGraph, version: int, target: TargetTable) -> TypeGraph | 
     except OpsetError as refused:
         return Blocker(refused.node, refused.operator, refused.reason)
     types.infer(model)
+    if (wrong := types.contradiction(model)) and not types.contradiction(graph.model):
+        place = _PLACE.search(wrong)
+        where = (place["node"] or "", place["operator"]) if place else (model.graph.name or "", "graph")
+        return Blocker(*where, f"opset {version} refuses its shapes: {place['reason'] if place else wrong}")
     after = type_graph(model)
     without = {_result(node) for node in _without_kernel(graph, target)}
     for node in _without_kernel(after, target):

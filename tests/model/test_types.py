@@ -199,3 +199,17 @@ def test_a_sequence_of_what_no_schema_describes_has_no_type(maker: str) -> None:
     types.infer(loaded)
     assert {value.name: value.type for node in loaded.graph for value in node.outputs}["s"] is None
     io.to_proto(loaded).SerializeToString()
+
+
+def test_a_type_that_the_operator_cannot_give_is_none() -> None:
+    """Strings in front of a product: what follows from its signature alone must not be written down as its result."""
+    model = parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 17, "com.microsoft": 1]> g (string[2,2] x, float[2,2] w) => (float[2,2] y)
+        { a = com.microsoft.FusedMatMul(x, w)  b = com.microsoft.BiasGelu(a, w)  y = Add(b, w) }"""
+    )
+    onnx.checker.check_model(model, full_check=True)
+    loaded = io.load(model)
+    types.infer(loaded)
+    kinds = {value.name: value.dtype for node in loaded.graph for value in node.outputs}
+    assert kinds == {"a": None, "b": ir.DataType.FLOAT, "y": ir.DataType.FLOAT}
+    onnx.checker.check_model(io.to_proto(loaded), full_check=True)

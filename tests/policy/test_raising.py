@@ -96,6 +96,19 @@ def test_an_operator_that_cannot_be_written_later_blocks() -> None:
     assert "BatchNormalization 'bn' blocks" in result.warnings[0]
 
 
+def test_shapes_that_only_the_later_opset_refuses_block() -> None:
+    """A scale of four dimensions: BatchNormalization's rules look at its rank from opset 14 on."""
+    source = proto(CONV + " [bn] b = BatchNormalization(h, w, w, w, w) y = Relu(b)", 13)
+    onnx.checker.check_model(source, full_check=True)
+    result = onnxamp.convert(source, dtype="bf16")
+    onnx.checker.check_model(ir.to_proto(result.model), full_check=True)
+    assert result.model.opset_imports[""] == 13
+    blocker = decision(result, "conv")[2]["blocker"]
+    assert isinstance(blocker, dict)
+    assert (blocker["node"], blocker["operator"]) == ("bn", "BatchNormalization")
+    assert "opset 22 refuses its shapes" in blocker["reason"]
+
+
 def test_a_node_that_is_named_is_an_error_only_if_no_opset_helps() -> None:
     assert decision(converted(CONV + " y = Relu(h)", 17, lower="conv"), "conv")[:2] == ("bf16", "AMP402")
     with pytest.raises(UsageError, match="'conv' \\(Conv\\) cannot become bf16"):
