@@ -21,7 +21,7 @@ from onnx import numpy_helper
 from onnxamp import files
 from onnxamp.errors import ModelError, RuntimeMissingError, UsageError, cause
 from onnxamp.model import validation
-from onnxamp.model.tensors import byte_blocks, is_external
+from onnxamp.model.tensors import byte_blocks, is_external, stored
 from onnxamp.model.units import all_nodes, all_values, bodies
 
 # Key of Value.meta: the TypeProto of a value whose type onnx-ir cannot hold (maps).
@@ -244,7 +244,8 @@ def save(model: ir.Model, path: str | os.PathLike[str], *, overwrite: bool = Fal
     lies beside the model and is called after its content, `STEM-HASH.data`, so that it never replaces another model's data.
 
     Raises:
-        UsageError: The file exists and `overwrite` is false, or is none (a folder, a device), or its folder does not exist.
+        UsageError: The file exists and `overwrite` is false, or is none (a folder, a device), or holds data that the model reads; or its
+            folder does not exist.
         RuntimeMissingError: The disk is full or the folder may not be written.
     """
     path = pathlib.Path(path)
@@ -254,6 +255,10 @@ def save(model: ir.Model, path: str | os.PathLike[str], *, overwrite: bool = Fal
         raise UsageError(f"{os.fspath(path)!r} is no ordinary file; choose another name.")
     if not path.parent.is_dir():
         raise UsageError(f"There is no folder {os.fspath(path.parent)!r}.")
+    for place in _places(model) if path.exists() else ():
+        source = stored(place.tensor)
+        if isinstance(source, ir.ExternalTensor) and os.path.realpath(source.path) == os.path.realpath(path):
+            raise UsageError(f"{os.fspath(path)!r} holds the data of tensor {source.name!r}; choose another name.")
     try:
         _save(model, path)
     except OSError as problem:

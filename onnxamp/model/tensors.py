@@ -160,11 +160,16 @@ class ConvertedTensor(ir.LazyTensor):
             file.write(block)
 
 
-def is_external(tensor: ir.TensorProtocol | None) -> bool:
-    """Whether the data lie (or lay, before a conversion) in a file of their own."""
+def stored(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol | None:
+    """The tensor whose elements lie somewhere, behind conversions of it."""
     while isinstance(tensor, ConvertedTensor):
         tensor = tensor.source
-    return isinstance(tensor, ir.ExternalTensor)
+    return tensor
+
+
+def is_external(tensor: ir.TensorProtocol | None) -> bool:
+    """Whether the data lie (or lay, before a conversion) in a file of their own."""
+    return isinstance(stored(tensor), ir.ExternalTensor)
 
 
 def cast_target(node: ir.Node) -> ir.DataType | None:
