@@ -123,6 +123,10 @@ class Worker:
             code = process.wait()
             self.close()
             return Answer([], error=f"its process ended with {_exit_text(code)}", crashed=True)
+        except BaseException:  # an interrupt: the answer that still comes must not be read as that of the next request
+            process.kill()
+            self.close()
+            raise
         if status == "internal":
             raise InternalError(f"The session worker failed: {value}.")
         return Answer(value) if status == "ok" else Answer([], error=value, kind=status)
@@ -164,7 +168,7 @@ def serve() -> None:
             answer: tuple[str, Any] = ("ok", [run(session, sample, outputs) for sample in samples])
         except AmpError as problem:
             answer = (type(problem).__name__, str(problem))
-        except Exception as problem:
+        except Exception as problem:  # whatever it is, the parent raises it as an internal error
             answer = ("internal", f"{type(problem).__name__}: {problem}")
         pickle.dump(answer, answers, protocol=5)
         answers.flush()

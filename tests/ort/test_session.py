@@ -290,6 +290,20 @@ def test_worker_restarts_after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not answer.results
 
 
+def test_an_interrupted_request_is_not_answered_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the worker computes: its answer must not become that of the next request."""
+    x = np.array([2], np.float32)
+    with worker.Worker() as ours:
+        first = ours._running()
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.pickle, "load", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                ours.run(proto(DOUBLE), [{"x": x}])
+        answer = ours.run(proto(DOUBLE), [{"x": x + 1}])
+        np.testing.assert_array_equal(answer.results[0]["y"], [6])
+        assert ours._running() is not first
+
+
 def test_only_errors_of_ours(tmp_path: pathlib.Path) -> None:
     with worker.Worker() as ours, pytest.raises(AmpError):
         ours.run(tmp_path / "missing.onnx")
