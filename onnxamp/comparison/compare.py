@@ -62,13 +62,18 @@ class Comparison:
         """Read and match both; `label` is what to call `b` if it is no path."""
         self.labels = _label(a), _label(b) or label
         one, other = _load(a), _load(b)
-        self.raised = [opsets.change(one[0], other[0])]
+        change = opsets.change(one[0], other[0])
+        self.raised = []  # stays empty where the source cannot be raised: its opset is then a difference of the model
         if opsets.is_raised(one[0], other[0]):
-            one = _at_opset(a, one, standard_opset(other[0]))
+            if opsets.bring(one[0], standard_opset(other[0])):
+                self.raised = [change]
+            else:
+                one = _load(a)
         elif opsets.is_raised(other[0], one[0]):
-            other = _at_opset(b, other, standard_opset(one[0]))
-        else:
-            self.raised = []
+            if opsets.bring(other[0], standard_opset(one[0])):
+                self.raised = [change]
+            else:
+                other = _load(b)
         self.inlined = functions.align(one[0], other[0])
         self.a, self.b = Side(*one), Side(*other)
         self.match = Match(self.a, self.b)
@@ -340,11 +345,6 @@ def _load(source: Source) -> _Loaded:
     io.in_order(model)
     types.infer(model)
     return model, positions, declared
-
-
-def _at_opset(source: Source, loaded: _Loaded, version: int) -> _Loaded:
-    """The same, raised to an opset; as it is in the file where that cannot be."""
-    return loaded if opsets.bring(loaded[0], version) else _load(source)
 
 
 def _nodes(model: ir.Model) -> Iterator[ir.Node]:

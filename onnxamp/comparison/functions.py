@@ -24,13 +24,14 @@ def align(a: ir.Model, b: ir.Model) -> list[ModelChange]:
         wanted = {key for key in model.functions if key not in other.functions and _inlined(key, model, other)}
         if not wanted:
             continue
-        for key in sorted(wanted):
-            texts = f"{len(model.functions[key])} nodes", "inlined"
-            found.append(ModelChange(f"function {'::'.join(filter(None, key))}", *(texts if before else texts[::-1])))
+        counts = {key: len(model.functions[key]) for key in sorted(wanted)}
         try:
             InlinePass(lambda function, wanted=wanted: function.identifier() in wanted)(model)  # type: ignore[misc]  # mypy cannot infer a lambda with a default
         except (ir.passes.PassError, RuntimeError, ValueError):
-            return []  # what cannot be inlined is compared as it is
+            continue  # what cannot be inlined is compared as it is
+        for key, count in counts.items():
+            texts = f"{count} nodes", "inlined"
+            found.append(ModelChange(f"function {'::'.join(filter(None, key))}", *(texts if before else texts[::-1])))
     return found
 
 

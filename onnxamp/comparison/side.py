@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import hashlib
-import itertools
 from collections.abc import Hashable, Iterator, Mapping
 
 import onnx_ir as ir
@@ -15,6 +13,7 @@ from onnxamp.comparison.records import NodeRef
 from onnxamp.dtypes import BY_IR, LOW
 from onnxamp.model.constants import constant_tensor
 from onnxamp.model.dimensions import Sizes
+from onnxamp.model.signatures import TYPE_ATTRIBUTES
 from onnxamp.model.tensors import cast_target
 from onnxamp.model.units import SHAPE_ONLY, named_bodies
 
@@ -78,6 +77,7 @@ class Side:
         self.constants: dict[ir.Value, ir.TensorProtocol] = {}
         self.casts: list[ir.Node] = []  # float Casts
         self._roots: dict[ir.Value, ir.Value] = {}
+        self._is_cast: dict[ir.Node, bool] = {}
         self._by_graph: dict[Body, Scope] = {}
         self._enter("", model.graph)
         for function in model.functions.values():
@@ -142,17 +142,12 @@ class Side:
         graph = producer.graph if producer is not None else value.graph
         return self._by_graph[graph].path if graph in self._by_graph else ""
 
-    @functools.cache  # noqa: B019  (a Side lives as long as one comparison)
     def is_cast(self, node: ir.Node) -> bool:
         """Whether a node is a Cast between fp32, fp16 and bf16. An untyped operand counts as float if the target is 16-bit."""
-        if node.op_type != "Cast" or node.domain not in ("", "ai.onnx") or len(node.inputs) != 1 or not node.inputs[0]:
-            return False
-        target, source = cast_target(node), node.inputs[0].dtype
-        if target is None:
-            return False
-        if "onnxamp.cast" in node.metadata_props:
-            return True
-        return target in BY_IR and (source in BY_IR or (source is None and target in LOW))
+        found = self._is_cast.get(node)
+        if found is None:
+            found = self._is_cast[node] = _is_float_cast(node)
+        return found
 
     def root(self, value: ir.Value) -> ir.Value:
         """The value that float Casts in front of `value` start from."""
@@ -194,9 +189,16 @@ class Side:
             kinds = dict.fromkeys(type_name(v.dtype) for v in node.inputs if v is not None and v.dtype in BY_IR)
         return "/".join(sorted(kinds))
 
-    def below(self, node: ir.Node) -> int:
-        """Number of nodes in the bodies of a node, of any depth."""
-        return sum(1 for _, body in bodies(node) for _ in itertools.chain(body.all_nodes()))
+
+def _is_float_cast(node: ir.Node) -> bool:
+    if node.op_type != "Cast" or node.domain not in ("", "ai.onnx") or len(node.inputs) != 1 or not node.inputs[0]:
+        return False
+    target, source = cast_target(node), node.inputs[0].dtype
+    if target is None:
+        return False
+    if "onnxamp.cast" in node.metadata_props:
+        return True
+    return target in BY_IR and (source in BY_IR or (source is None and target in LOW))
 
 
 def node_name(node: ir.Node) -> str:
@@ -210,7 +212,7 @@ def attributes_key(node: ir.Node) -> Hashable:
         (name, str(attribute.value))
         for name, attribute in node.attributes.items()
         if not attribute.is_ref()
-        and name not in ("to", "dtype", "output_dtype", "output_datatype")
+        and name not in TYPE_ATTRIBUTES
         and attribute.type
         in (
             ir.AttributeType.INT,
