@@ -12,6 +12,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model import io, types
 from onnxamp.model.inlining import inline_float_functions
+from onnxamp.model.naming import unique
 from onnxamp.passes.integers import settle
 from onnxamp.passes.reshapes import ConstantReshapes
 from onnxamp.training.loss_model import join
@@ -100,6 +101,7 @@ def training_form(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, c
     1. Float functions are inlined, constants lifted to initializers, integer constants folded, all values typed.
     2. Initializers are not inputs: what could be overridden is fixed.
     3. BatchNormalization and Dropout are in inference form, whatever mode they were exported in.
+    4. Every node has a name of its own, which ONNX does not ask for: the second ``bn`` is ``bn_2``.
 
     Args:
         source: The model; never changed.
@@ -117,10 +119,8 @@ def training_form(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, c
     inline_float_functions(model)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     _fix_initializers(model.graph)
-    names = {node.name for node in model.graph}
-    for index, node in enumerate(model.graph):
-        if not node.name:
-            node.name = f"{node.op_type}_{index}" if f"{node.op_type}_{index}" not in names else f"unnamed_{index}"
+    _name_nodes(model)
+    for node in model.graph:
         if node.op_type == "BatchNormalization" and node.domain == "":
             _inference_batch_norm(node)
         elif node.op_type == "Dropout" and node.domain == "" and len(node.inputs) > 2:
@@ -129,6 +129,20 @@ def training_form(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, c
     settle(model)
     ConstantReshapes()(model)
     return model
+
+
+def _name_nodes(model: ir.Model) -> None:
+    """Give every node, those in bodies included, a name that no other has; the first of a name keeps it."""
+    taken: set[str] = set()
+    unnamed = []
+    for graph in model.graphs():
+        for index, node in enumerate(graph):
+            if node.name:
+                node.name = unique(node.name, taken)
+            else:
+                unnamed.append((index, node))
+    for index, node in unnamed:
+        node.name = unique(f"{node.op_type}_{index}", taken)
 
 
 def _name_free_sizes(model: ir.Model) -> None:

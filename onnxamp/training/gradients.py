@@ -275,8 +275,10 @@ def _running(
     for norm, results in zip(norms, written or [batch_norm.write_out(op, norm) for norm in norms], strict=True):
         for name, value in zip(norm.running, results, strict=True):
             if name not in current:
-                shape = _static(graph.initializers.pop(name).shape)
+                initializer = graph.initializers.pop(name)
+                shape = _static(initializer.shape)
                 committed = built.take(f"stat/{name}", FLOAT, shape, "tensor", f"statistics/{name}")
+                initializer.replace_all_uses_with(committed)  # a frozen node may share them
                 work = built.take(f"stat_work/{name}", FLOAT, shape, "tensor", f"statistics_work/{name}")
                 before[name] = op.Where(accumulation.first, committed, work)
                 current[name] = committed if built.task.norms_by_window else before[name]

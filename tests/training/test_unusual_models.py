@@ -107,3 +107,44 @@ def test_a_model_without_weights_is_refused():
     model = _model(nodes, [("x", TensorProto.FLOAT, ["N", 4])], [("y", TensorProto.FLOAT, ["N", 4])], {})
     with pytest.raises(UsageError, match="no float weights"):
         build(model, loss="mse", optimizer=SGD(lr=0.1))
+
+
+def _norms(names, statistics):
+    """Two BatchNormalizations in a row, each with its scale and bias; a Dropout beside each."""
+    nodes = []
+    for index, (name, stats) in enumerate(zip(names, statistics, strict=True)):
+        source = f"d{index - 1}" if index else "x"
+        nodes += [
+            helper.make_node(
+                "BatchNormalization", [source, f"s{index}", f"b{index}", *stats], [f"n{index}"], name=name
+            ),
+            helper.make_node("Dropout", [f"n{index}", "half"], [f"d{index}"], name="drop"),
+        ]
+    nodes.append(helper.make_node("MatMul", [f"d{len(names) - 1}", "w"], ["y"], name="head"))
+    vectors = {f"{kind}{index}": np.full(4, 1.0 + index, np.float32) for kind in "sb" for index in range(len(names))}
+    stats = {name: np.full(4, 0.5, np.float32) for each in statistics for name in each}
+    ends = [("x", TensorProto.FLOAT, ["N", 4])], [("y", TensorProto.FLOAT, ["N", 3])]
+    return _model(nodes, *ends, {"w": W, "half": np.float32(0.5), **vectors, **stats})
+
+
+def test_nodes_of_one_name_are_told_apart(drive):
+    """Two "bn", one frozen: only the other one uses batch statistics. Two "drop": each has its masks."""
+    model = _norms(["bn", "bn"], [("m0", "v0"), ("m1", "v1")])
+    bundle = build(model, loss="mse", optimizer=SGD(lr=0.1), level="O0", frozen=["s0", "b0"])
+    kept = {tensor.key for tensor in bundle.manifest.tensors if tensor.key.startswith("statistics/")}
+    assert kept == {"statistics/m1", "statistics/v1"}
+    names = [node.name for node in bundle.graphs["grad"].graph.all_nodes()]
+    assert len(names) == len(set(names))
+    assert drive(bundle).step({"x": np.ones((6, 4), np.float32), "labels": np.zeros((6, 3), np.float32)})["ok"]
+    masks = [node for node in bundle.graphs["grad"].graph if node.op_type == "Less" and node.name.startswith("drop")]
+    keys = {tuple(value.name for value in node.inputs) for node in masks}
+    assert len(keys) == 2
+
+
+def test_a_frozen_norm_reads_the_statistics_that_another_one_moves(drive):
+    model = _norms(["moving", "frozen"], [("m", "v"), ("m", "v")])
+    bundle = build(model, loss="mse", optimizer=SGD(lr=0.1), level="O0", frozen=["s1", "b1"])
+    driver = drive(bundle)
+    before = driver.view("statistics/m").copy()
+    assert driver.step({"x": np.ones((6, 4), np.float32), "labels": np.zeros((6, 3), np.float32)})["ok"]
+    assert (driver.view("statistics/m") != before).all()
