@@ -73,8 +73,9 @@ def classes_last(
     is `probabilities`).
     """
     if output.size == labels.size and output.shape[:1] == labels.shape[:1]:
-        if labels.dtype.kind == "f" and labels.ndim > 1 and labels.shape[1] > 1 and not binary:
-            return np.moveaxis(output, axis or 1, -1), labels.argmax(axis or 1)
+        place = 1 if axis is None else axis % max(output.ndim, 1)
+        if labels.dtype.kind == "f" and labels.ndim > place and labels.shape[place] > 1 and not binary:
+            return np.moveaxis(output.reshape(labels.shape), place, -1), labels.argmax(place)
         logits = output.reshape(labels.shape)
         other = 1 - logits if probabilities else np.zeros_like(logits)
         return np.stack([other, logits], axis=-1), labels.astype(np.int64)

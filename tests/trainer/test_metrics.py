@@ -153,3 +153,12 @@ def test_the_class_axis_is_that_of_the_loss(axis: int) -> None:
     measured = metric("accuracy", class_axis=axis)
     measured.update(output, labels)
     assert measured.value() == (output.argmax(axis) == labels).mean()
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((8, 1, 10), 2), ((8, 1, 10), -1), ((8, 10, 1), 1), ((8, 3, 10), 2)])
+def test_labels_that_are_probabilities_have_the_class_axis_of_the_loss(shape: tuple[int, ...], axis: int) -> None:
+    rng = np.random.default_rng(0)
+    output, labels = rng.normal(size=shape), rng.uniform(size=shape)
+    measured = metric("accuracy", class_axis=axis)
+    measured.update(output, labels)
+    assert measured.value() == (output.argmax(axis) == labels.argmax(axis)).mean()
