@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import pathlib
 import statistics
@@ -21,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
@@ -29,6 +29,16 @@ import onnx
 
 TOOLS = ("onnxamp", "onnxconverter-common", "onnxruntime", "autocast")
 LARGE = 1 << 30
+# What the table shows of each tool.
+COLUMNS: list[tuple[str, Callable[[dict], str]]] = [
+    ("CPU s", lambda row: f"{row['cpu']:.1f}"),
+    ("peak MiB", lambda row: f"{row['peak']:.0f}"),
+    ("size", lambda row: f"{row['bytes'] / row['source']:.2f}"),
+    ("Casts", lambda row: str(row.get("casts", ""))),
+    ("traffic", lambda row: f"{row['traffic']:.2f}" if "traffic" in row else ""),
+    ("valid", lambda row: "yes" if row["valid"] else "no"),
+    ("SNR dB, strict", lambda row: ("not finite" if row["nonfinite"] else f"{row['snr']:.0f}") if "snr" in row else ""),
+]
 
 
 def command(tool: str, source: pathlib.Path, out: pathlib.Path, options: argparse.Namespace) -> list[str]:
@@ -128,54 +138,39 @@ def measure(source: pathlib.Path, options: argparse.Namespace, log: pathlib.Path
 
 
 def table(log: pathlib.Path) -> str:
-    """The results in Markdown, and their sum."""
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    ours = {row["model"]: row for row in rows if row["tool"] == "onnxamp"}
-    lines = [
-        "| model | tool | s | CPU s | peak MiB | size | Casts | traffic | valid | cosine, strict | SNR dB |",
-        "|" + "---|" * 11,
-    ]
-    for row in rows:
-        head = f"| {row['model']} | {row['tool']} | "
-        if "error" in row:
-            lines.append(
-                f"{head}{row['wall']:.1f} | {row['cpu']:.1f} | {row['peak']:.0f} | {row['error'].replace('|', '/')} |"
-                + " |" * 6
-            )
-            continue
-        worth = row.get("unjudged", "").replace("|", "/")
-        if "cosine" in row:
-            worth = f"{row['cosine']:.6f}" + (f", {row['nonfinite']} not finite" if row["nonfinite"] else "")
-        moved = f"{row['traffic']:.2f}x" if "traffic" in row else ""
-        noise = f"{row['snr']:.1f}" if math.isfinite(row.get("snr", math.inf)) else ""
-        cells = [
-            row["wall"],
-            row["cpu"],
-            round(row["peak"]),
-            f"{row['bytes'] / row['source']:.2f}x",
-            row.get("casts", ""),
-        ]
-        cells += [moved, "yes" if row["valid"] else "no", worth, noise]
-        lines.append(
-            head + " | ".join(f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in cells) + " |"
-        )
+    """The results in Markdown: a row a model with the figures of the tools in turn, and their sum."""
+    found: dict[str, dict[str, dict]] = {}
+    for line in log.read_text().splitlines():
+        row = json.loads(line)
+        found.setdefault(row["model"], {})[row["tool"]] = row
+    lines = ["| model | " + " | ".join(name for name, _ in COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    for model, rows in found.items():
+        cells = [" / ".join(_cell(rows.get(tool), figure) for tool in TOOLS) for _, figure in COLUMNS]
+        lines.append(f"| {model} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        "| tool | models | converted | valid | runs, cosine > 0.999 strict | CPU time of ours / theirs, median | peak, median |",
+        "| tool | models | converted | valid | runs, cosine > 0.999 strict | CPU time: ours / theirs | peak: ours / theirs |",
     ]
-    lines += ["|" + "---|" * 7]
+    lines.append("|---" * 7 + "|")
     for tool in TOOLS:
-        mine = [row for row in rows if row["tool"] == tool]
-        good = [row for row in mine if "error" not in row]
-        close = sum(row.get("cosine", 0) > 0.999 and not row["nonfinite"] for row in good)
-        ratios = [ours[row["model"]]["cpu"] / row["cpu"] for row in good]
-        peaks = [row["peak"] for row in good]
-        if good:
-            lines.append(
-                f"| {tool} | {len(mine)} | {len(good)} | {sum(row['valid'] for row in good)} | {close} | "
-                f"{statistics.median(ratios):.2f} | {statistics.median(peaks):.0f} MiB |"
-            )
+        mine = {model: rows[tool] for model, rows in found.items() if tool in rows}
+        good = {model: row for model, row in mine.items() if "error" not in row}
+        close = sum(row.get("cosine", 0) > 0.999 and not row["nonfinite"] for row in good.values())
+        ratios = [
+            _ratios([found[model]["onnxamp"][key] / row[key] for model, row in good.items()]) for key in ("cpu", "peak")
+        ]
+        counts = [len(mine), len(good), sum(row["valid"] for row in good.values()), close]
+        lines.append("| " + " | ".join(map(str, [tool, *counts, *ratios])) + " |")
     return "\n".join(lines)
+
+
+def _cell(row: dict | None, figure: Callable[[dict], str]) -> str:
+    """A figure of one tool; a dash where there is none."""
+    return "-" if row is None or "error" in row else figure(row) or "-"
+
+
+def _ratios(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
 
 def main() -> None:

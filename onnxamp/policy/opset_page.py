@@ -25,7 +25,8 @@ conversion raises the opset, if
 * no node loses the kernel that the target has for it. ONNX Runtime's CUDA provider, for one, has no MaxPool for opset 22 (placed): where a
   model has one, Conv stays fp32 ([AMP202](rules/AMP202.md)), and the evidence names the MaxPool. fp16 needs no opset, and `--target any`
   asks for no kernels;
-* every node can be written in the later opset.
+* every node can be written in the later opset, and its shapes pass what ONNX checks there: the scale of a BatchNormalization may have two
+  dimensions at 13, and not at 22.
 
 The summary of the conversion then says `opset 17 → 22`. Results are the same; names of nodes and values, metadata, functions and nodes of
 other domains stay. A node may get a constant or a node in front, called after it: `NODE/axes`.
@@ -53,7 +54,7 @@ def page() -> str:
         "",
         "## bf16 by operator",
         "",
-        f"The first opset in which the schema takes bfloat16, and in which a target has a kernel: {runtimes}. Placed, not run.",
+        f"The first opset in which the schema takes bfloat16, and in which a target has a kernel (placed, not run): {runtimes}.",
         "The other targets are taken to compute what the schema allows, less a short list of known gaps, and are untested.",
         "",
         f"| operator | kind | ONNX | {' | '.join(_TARGETS)} |",
