@@ -17,7 +17,7 @@ import click
 
 import onnxamp
 import onnxamp.commands
-from onnxamp.errors import AmpError
+from onnxamp.errors import AmpError, one_line
 
 
 class _UnreadError(Exception):
@@ -87,9 +87,8 @@ def main() -> None:
     except Exception as problem:
         if debug:
             raise
-        text = " ".join(str(problem).split())[:300]
         click.echo(
-            f"Error: onnxamp failed unexpectedly ({type(problem).__name__}: {text}); "
+            f"Error: onnxamp failed unexpectedly ({type(problem).__name__}: {one_line(problem)}); "
             "run again as `onnxamp --debug ...` and report the traceback.",
             err=True,
         )

@@ -67,8 +67,13 @@ class InternalError(AmpError):
     exit_code = 70
 
 
+def one_line(message: object, limit: int = 300) -> str:
+    """What a foreign exception or log says, as part of a sentence: on one line, `limit` characters at most, no full stop."""
+    return " ".join(str(message).split())[:limit].rstrip(". ")
+
+
 def cause(problem: BaseException) -> str:
-    """The innermost message of a chain of exceptions, on one line."""
+    """The innermost message of a chain of exceptions, as `one_line`."""
     while problem.__cause__ is not None:
         problem = problem.__cause__
-    return " ".join(str(problem).split())[:300].rstrip(".")
+    return one_line(problem)

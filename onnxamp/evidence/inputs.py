@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from onnxamp.errors import DataError, UsageError
+from onnxamp.errors import DataError, UsageError, one_line
 
 Array = npt.NDArray[Any]
 Sample = dict[str, Any]
@@ -143,8 +143,7 @@ def _load(path: pathlib.Path) -> Any:
                 return dict(loaded)
         return loaded
     except Exception as problem:  # archives and headers fail in as many ways as there are damages and compressions
-        text = " ".join(str(problem).split())
-        raise DataError(f"{path} is no readable .npz or .npy file: {text}.") from problem
+        raise DataError(f"{path} is no readable .npz or .npy file: {one_line(problem)}.") from problem
 
 
 def _named(group: Mapping[str, Any], inputs: list[Input], where: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxamp.dtypes import BF16, BY_IR, BY_NAME, FP16, LOW
-from onnxamp.errors import DataError, ModelError, UnsupportedError
+from onnxamp.errors import DataError, ModelError, UnsupportedError, one_line
 from onnxamp.evidence.inputs import Data, Sample
 from onnxamp.evidence.locate import Divergence, first_divergence
 from onnxamp.evidence.metrics import Difference, difference, is_float, worse
@@ -353,7 +353,7 @@ def _checker(model: Model) -> str:
                 model if isinstance(model, onnx.ModelProto) else io.to_proto(model), full_check=True
             )
     except Exception as problem:  # it raises many types, some from C++
-        return " ".join(str(problem).split())[:200].rstrip(".")
+        return one_line(problem, 200)
     return ""
 
 

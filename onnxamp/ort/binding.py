@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxamp.errors import InternalError
-from onnxamp.ort.cuda import Slot, Stream
+from onnxamp.ort.cuda import Stream
 from onnxamp.ort.dlpack import Shared
+from onnxamp.ort.pinned import Slot
 from onnxamp.ort.providers import runtime
 from onnxamp.ort.session import run_error, to_numpy
 from onnxamp.ort.values import BFLOAT16, Buffer, View, element_type, numpy_type

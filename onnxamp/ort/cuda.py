@@ -1,4 +1,4 @@
-"""What training on CUDA asks of the driver itself: one stream for all sessions, copies of ranges, pinned batches, and facts.
+"""What training on CUDA asks of the driver itself: one stream for all sessions, copies of ranges, pinned memory, and facts.
 
 Everything goes through `libcuda`, which every NVIDIA driver installs and whose interface is stable; the primary context is the
 one that ONNX Runtime uses. ONNX Runtime gives each session a stream of its own and waits for the device after each run. Here
@@ -7,21 +7,17 @@ all sessions of a trainer get the same stream, so that the device keeps their or
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import functools
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onnxamp.errors import RuntimeMissingError
-
-if TYPE_CHECKING:
-    from onnxamp.ort.values import Buffer
 
 _LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 # CUdevice_attribute.
@@ -183,55 +179,6 @@ class Stream:
         self.cuda.call("cuMemHostAlloc", ctypes.byref(pointer), ctypes.c_size_t(max(nbytes, 1)), 0)
         address = int(pointer.value or 0)
         return np.ctypeslib.as_array((ctypes.c_uint8 * max(nbytes, 1)).from_address(address))
-
-
-class Slot:
-    """Memory for one input of one micro-step: pinned on the host, and its place on the device.
-
-    When a slot is dropped, both are given back as soon as no micro-step reads them any more, which is waited for.
-
-    Args:
-        stream: The streams.
-        buffer: The place on the device.
-    """
-
-    def __init__(self, stream: Stream, buffer: Buffer) -> None:
-        self.buffer = buffer
-        self._stream = stream
-        self._host = stream.pinned(buffer.nbytes)
-        self._arrived, self._used = stream.new("cuEventCreate", 2), stream.new("cuEventCreate", 2)  # 2: no timing
-        held = (stream, self._host.ctypes.data, (self._used, self._arrived), buffer)
-        weakref.finalize(self, _give_back, *held).atexit = False
-
-    def bring(self, values: NDArray[np.uint8]) -> None:
-        """Copy `values` to the device while it computes; what is run on the stream after this sees them.
-
-        Waits only if the micro-step that last read this slot is still running.
-        """
-        call, copies = self._stream.cuda.call, ctypes.c_void_p(self._stream.copies)
-        arrived = ctypes.c_void_p(self._arrived)
-        call("cuEventSynchronize", ctypes.c_void_p(self._used))
-        self._host[: values.nbytes] = values
-        address = ctypes.c_void_p(self._host.ctypes.data)
-        target = ctypes.c_uint64(self.buffer.pointer)
-        call("cuMemcpyHtoDAsync_v2", target, address, ctypes.c_size_t(values.nbytes), copies)
-        call("cuEventRecord", arrived, copies)
-        call("cuStreamWaitEvent", ctypes.c_void_p(self._stream.pointer), arrived, 0)
-
-    def release(self) -> None:
-        """Say that what is on the stream now is the last to read the slot."""
-        self._stream.cuda.call("cuEventRecord", ctypes.c_void_p(self._used), ctypes.c_void_p(self._stream.pointer))
-
-
-def _give_back(stream: Stream, pinned: int, events: tuple[int, ...], buffer: Buffer) -> None:
-    """Free what a slot had, once the device has passed `events`; `buffer` lives until then because it is named here."""
-    call = stream.cuda.call
-    with contextlib.suppress(RuntimeMissingError):  # a device that has failed has said so, and gives nothing back
-        stream.cuda.enter(stream.device_id)  # whatever thread this runs on
-        for event in events:
-            call("cuEventSynchronize", ctypes.c_void_p(event))
-            call("cuEventDestroy_v2", ctypes.c_void_p(event))
-        call("cuMemFreeHost", ctypes.c_void_p(pinned))
 
 
 def expectation(capability: tuple[int, int], dtype: str) -> str | None:

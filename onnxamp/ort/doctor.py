@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 
-from onnxamp.errors import RuntimeMissingError
+from onnxamp.errors import RuntimeMissingError, one_line
 from onnxamp.ort import cuda
 from onnxamp.ort.providers import PROVIDERS, runtime, short_name
 
@@ -245,9 +245,9 @@ def _reason(log: str) -> str:
         r"(Failed to .+)",
     ):
         if found := re.search(pattern, text):
-            return " ".join(found.group(1).split())[:200].rstrip(". ")
+            return one_line(found.group(1), 200)
     lines = [line for line in text.splitlines() if line.strip()]
-    return " ".join(lines[-1].split())[:200].rstrip(". ") if lines else "ONNX Runtime does not say why"
+    return one_line(lines[-1], 200) if lines else "ONNX Runtime does not say why"
 
 
 def _tiny_model() -> bytes:

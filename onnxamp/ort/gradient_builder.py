@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from onnxamp.errors import RuntimeMissingError, UnsupportedError
+from onnxamp.errors import RuntimeMissingError, UnsupportedError, one_line
 from onnxamp.ort.providers import runtime
 
 INSTALL = "`pip install 'onnxamp[ort-training]'` into an environment of its own (Python 3.11, no other ONNX Runtime)"
@@ -51,5 +51,5 @@ def differentiate(model: bytes, loss: str, wrt: Sequence[str], *, fuse: bool = T
         builder.build()
         return bytes(builder.get_model())
     except RuntimeError as problem:
-        text = " ".join(str(problem).split())[-300:]
-        raise UnsupportedError(f"ONNX Runtime's gradient builder refuses the model: {text}.") from problem
+        last = one_line(str(problem)[-300:])  # a stack of calls stands in front of it
+        raise UnsupportedError(f"ONNX Runtime's gradient builder refuses the model: {last}.") from problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from onnxamp.errors import RuntimeMissingError, UsageError
+from onnxamp.errors import RuntimeMissingError, UsageError, one_line
 
 INSTALL_HINT = "`pip install 'onnxamp[cpu]'` (or onnxamp[gpu], onnxamp[openvino], onnxamp[ort-training])"
 
@@ -62,9 +62,8 @@ def runtime() -> Any:
             ) from problem
         raise RuntimeMissingError(f"No ONNX Runtime is installed: {INSTALL_HINT}.") from problem
     except ImportError as problem:
-        text = " ".join(str(problem).split())
         raise RuntimeMissingError(
-            f"ONNX Runtime is installed but does not load ({text}): run `onnxamp doctor`."
+            f"ONNX Runtime is installed but does not load ({one_line(problem)}): run `onnxamp doctor`."
         ) from problem
     if not hasattr(module, "InferenceSession"):  # an empty folder that an uninstalled sibling left behind
         raise RuntimeMissingError("ONNX Runtime is installed but broken (no InferenceSession): run `onnxamp doctor`.")

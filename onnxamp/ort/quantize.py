@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from onnxamp.errors import DataError, UnsupportedError
+from onnxamp.errors import DataError, UnsupportedError, one_line
 from onnxamp.ort.providers import runtime
 
 
@@ -72,8 +72,9 @@ def quantize(
         except Exception as problem:
             if not reader.count:
                 raise DataError("Quantization needs at least one batch of data to take ranges from.") from problem
-            text = " ".join(str(problem).split())[:300]
-            raise UnsupportedError(f"ONNX Runtime cannot quantize {os.fspath(source)}: {text}") from problem
+            raise UnsupportedError(
+                f"ONNX Runtime cannot quantize {os.fspath(source)}: {one_line(problem)}."
+            ) from problem
         result.replace(target)
 
 

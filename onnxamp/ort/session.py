@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-from onnxamp.errors import AmpError, DataError, ModelError, RuntimeMissingError, UnsupportedError, UsageError
+from onnxamp.errors import AmpError, DataError, ModelError, RuntimeMissingError, UnsupportedError, UsageError, one_line
 from onnxamp.ort.precision import has_low
 from onnxamp.ort.providers import PROVIDERS, default_options, provider_list, runtime, short_name
 
@@ -254,6 +254,8 @@ def to_numpy(value: Any) -> Any:
     return value.numpy()
 
 
+# How OpenVINO's reader of ONNX names a node that it does not take.
+_REFUSED = re.compile(r"While validating ONNX node '<Node\((\w+)\): (.*?)>':? ?(.*)")
 # What ONNX Runtime says of an operator that it has no schema of.
 _UNKNOWN = re.compile(r"([\w.]*):(\w+)\(-?\d+\) is not a registered function/op|No Op registered for (\w+) ")
 
@@ -268,6 +270,11 @@ def _load_error(problem: Exception, name: str) -> AmpError:
             f"{name} cannot run: ONNX Runtime does not know its operator {operator}, which a library of its own would have to bring; "
             "convert works without running the model (no --verify, --calibrate or --auto), and the result is to be compared where "
             "that library is."
+        )
+    if refused := _REFUSED.search(str(problem)):
+        operator, node, why = refused.groups()
+        return UnsupportedError(
+            f"OpenVINO does not take {operator} {node!r} of {name}" + (f" ({one_line(why, 120)})" if why else "") + "."
         )
     if kind == "NotImplemented":
         return UnsupportedError(f"ONNX Runtime has no kernel for a node of {name}: {text}.")
@@ -288,7 +295,7 @@ def run_error(problem: Exception) -> AmpError:
 
 def _sentence(problem: Exception) -> str:
     """ONNX Runtime's message without its prefix, source lines and newlines, at most 300 characters."""
-    text = " ".join(str(problem).split())
+    text = one_line(problem, limit=10_000)
     text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
     text = re.sub(r"(/\S+|[\w/.]+\.(?:cc|h)):\d+ [\w:<>~*& ]*\([^)]*\)( const)? ", "", text)
-    return text[:300].rstrip(". ")
+    return one_line(text)

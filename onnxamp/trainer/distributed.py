@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxamp.errors import RankLostError, RuntimeMissingError
+from onnxamp.errors import RankLostError, RuntimeMissingError, one_line
 from onnxamp.ort.values import View
 from onnxamp.trainer.device import require_gpu
 
@@ -166,5 +166,5 @@ class TorchCollective:
 
 def _line(problem: Exception) -> str:
     """What PyTorch's message says first, without the place in its source, its advice and the pages of trace behind it."""
-    text = " ".join(str(problem).strip().partition("\n")[0].partition(". This is")[0].split())
-    return re.sub(r"^\[\S+:\d+\] ", "", text)[:160].rstrip(". ")
+    first = str(problem).strip().partition("\n")[0].partition(". This is")[0]
+    return one_line(re.sub(r"^\[\S+:\d+\] ", "", first), 160)
