@@ -36,23 +36,32 @@ g (float[n,20] x) => (float[n,5] y) {
     t = Tanh(h)
     y = Gemm<transB=1>(t, w2, b2)
 }"""
-# The command, which kills one rank without warning in a micro-step that the environment names.
+# The command; it counts the all-reduces of its rank, and kills one rank without warning in a micro-step that the environment names.
 WORKER = """
-import os, signal
+import atexit, os, pathlib, signal
 from onnxamp.cli import main
 from onnxamp.trainer.trainer import Trainer
 
+rank = os.environ.get("RANK", "0")
 step, taken = Trainer.micro_step, []
 
 def micro_step(self, batch, rows=None):
     taken.append(rows)
-    if os.environ.get("RANK") == os.environ["KILL_RANK"] and len(taken) == int(os.environ["KILL_STEP"]):
+    if rank == os.environ["KILL_RANK"] and len(taken) == int(os.environ["KILL_STEP"]):
         os.kill(os.getpid(), signal.SIGKILL)
     return step(self, batch, rows)
 
 Trainer.micro_step = micro_step
+if "RANK" in os.environ:
+    import torch.distributed as distributed
+
+    together, reduced = distributed.all_reduce, []
+    distributed.all_reduce = lambda *arguments, **named: (reduced.append(1), together(*arguments, **named))[1]
+    atexit.register(lambda: pathlib.Path(f"reduced-{rank}").write_text(str(len(reduced))))
 main()
 """
+HEAD = "| processes | level | data | windows, skipped | all-reduces | skips and scales | loss | parameters | seconds |"
+TRAINING = ("model.onnx", "--loss", "cross_entropy", "--lr", "0.003", "--epochs", "2", "--provider", "cpu")
 
 
 def prepare(folder: Path) -> None:
@@ -75,17 +84,15 @@ def prepare(folder: Path) -> None:
     np.savez(folder / "data.npz", x=x, labels=labels)
     x[500] = 1e6
     np.savez(folder / "huge.npz", x=x, labels=labels)
-    (folder / "worker.py").write_text(WORKER)
 
 
 def train(folder: Path, processes: int, *arguments: str, kill: tuple[int, int] | None = None) -> tuple[int, str, float]:
-    """Run the command in so many processes; exit code, stderr, seconds."""
+    """Run the command in so many processes, in `folder`; exit code, stderr, seconds. `kill`: a rank, and its last micro-step."""
+    (folder / "worker.py").write_text(WORKER)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-    environment |= {"KILL_RANK": str(kill[0] if kill else -1), "KILL_STEP": str(kill[1] if kill else 0)}
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
-    )
-    command = [sys.executable, *launcher, "worker.py", "train", *arguments, "--provider", "cpu"]
+    environment |= dict(zip(("KILL_RANK", "KILL_STEP"), map(str, kill or (-1, 0)), strict=True))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else ()), "worker.py", "train", *arguments]
     began = time.perf_counter()
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -113,20 +120,8 @@ def difference(run: Path, other: Path) -> float:
 
 def compare(folder: Path, processes: int, level: str, data: str) -> list[str]:
     """One row of the table: the same run in `processes` processes and in one, with the same micro-batches."""
-    common = [
-        "model.onnx",
-        "--data",
-        data,
-        "--loss",
-        "cross_entropy",
-        "--lr",
-        "0.003",
-        "--level",
-        level,
-        "--epochs",
-        "2",
-    ]
-    common += ["--batch-size", str(WINDOW // processes // 2)] + (["--init-scale", "1024"] if level != "O0" else [])
+    common = [*TRAINING, "--data", data, "--level", level, "--batch-size", str(WINDOW // processes // 2)]
+    common += ["--init-scale", "1024"] if level != "O0" else []
     alone, together = (f"{level}-{Path(data).stem}-{processes}-{kind}" for kind in ("alone", "together"))
     for name, number, accumulate in ((alone, 1, 2 * processes), (together, processes, 2)):
         code, problem, seconds = train(folder, number, *common, "--accumulate", str(accumulate), "-o", name)
@@ -140,33 +135,16 @@ def compare(folder: Path, processes: int, level: str, data: str) -> list[str]:
     )
     same = "equal" if skipped[0] == skipped[1] and scales[0] == scales[1] else "DIFFERENT"
     apart = difference(folder / together, folder / alone)
+    reduced = {(folder / f"reduced-{rank}").read_text() for rank in range(processes)}
+    counts = f"{len(first)}, {len(skipped[0])}"
     return [
-        str(processes),
-        level,
-        data,
-        f"{len(first)}, {len(skipped[0])}",
-        same,
-        f"{loss:.1e}",
-        f"{apart:.1e}",
-        f"{seconds:.0f}",
-    ]
+        str(processes), level, data, counts, ", ".join(sorted(reduced)), same, f"{loss:.1e}", f"{apart:.1e}", f"{seconds:.0f}"
+    ]  # fmt: skip
 
 
 def lose(folder: Path, processes: int) -> list[list[str]]:
     """Kill the last rank, then go on with other numbers of processes; each ends as a run that was never stopped."""
-    common = [
-        "model.onnx",
-        "--data",
-        "data.npz",
-        "--loss",
-        "cross_entropy",
-        "--lr",
-        "0.003",
-        "--level",
-        "O0",
-        "--epochs",
-        "2",
-    ]
+    common = [*TRAINING, "--data", "data.npz", "--level", "O0"]
     rows = []
     whole = f"whole-{processes}"
     code, problem, _ = train(folder, 1, *common, "--batch-size", str(WINDOW), "-o", whole)
@@ -217,9 +195,10 @@ Dropout 0.2, {ROWS} rows, windows of {WINDOW} rows, two epochs; {ROWS % WINDOW} 
 `huge.npz` has one row beyond fp16, which overflows on one rank.
 
 Against one process with the same micro-batches (loss: largest relative difference of a window; parameters: largest difference relative to
-the largest of the tensor):
+the largest of the tensor). All-reduces are counted in each rank: one a window, and one at the start, for the size of the first batch's
+weights:
 
-{table("| processes | level | data | windows, skipped | skips and scales | loss | parameters | seconds |", equal)}
+{table(HEAD, equal)}
 
 The last rank is killed (SIGKILL) in window 20; the others say so and save window 19; the run goes on with another number of
 processes, and is compared with one that was never stopped:

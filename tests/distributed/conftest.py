@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import pathlib
 import threading
 
 import numpy as np
@@ -62,6 +64,16 @@ def rows():
         return {"x": rng.standard_normal((count, 6), np.float32), "labels": rng.integers(0, 3, count)}
 
     return make
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """The module `benchmarks/distributed.py`, which runs the command in several processes and kills one of them."""
+    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "distributed.py"
+    spec = importlib.util.spec_from_file_location("distributed_benchmark", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Group:
