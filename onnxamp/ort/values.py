@@ -8,6 +8,7 @@ types need no counterpart in numpy. Every byte that does cross between such memo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from onnxamp.ort.providers import runtime
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# Bytes of a buffer that small tensors share, and of copies that need no alignment.
+_SMALL = 1 << 14
 BFLOAT16 = int(onnx.TensorProto.BFLOAT16)
 ALIGNMENT = 64
 """Bytes: a cache line, and more than any vector instruction wants."""
@@ -52,6 +55,7 @@ def aligned(nbytes: int) -> NDArray[np.uint8]:
     return memory[start : start + nbytes]
 
 
+@functools.cache
 def numpy_type(element_type: int) -> np.dtype[Any]:
     """The numpy type of an ONNX element type; bf16 comes from ml_dtypes."""
     dtype: np.dtype[Any] = (
@@ -184,7 +188,9 @@ class Buffer:
         stop = self.nbytes if nbytes is None else offset + nbytes
         transfers.reads += 1
         transfers.bytes += stop - offset
-        copy: NDArray[np.uint8] = aligned(stop - offset)
+        copy: NDArray[np.uint8] = (
+            np.empty(stop - offset, np.uint8) if stop - offset <= _SMALL else aligned(stop - offset)
+        )
         if self.device == "cuda":
             cuda.driver().read(self.pointer + offset, copy)
             return copy
@@ -207,3 +213,26 @@ class Buffer:
             whole = self._remote.numpy()[: self.nbytes].copy()
             whole[offset : offset + values.nbytes] = values
         self._remote.update_inplace(np.ascontiguousarray(whole))
+
+
+class Slots:
+    """Small zeroed tensors on one device, many to a buffer: none is handed out twice, and a buffer lives as long as one of them.
+
+    Args:
+        device: What ONNX Runtime calls the device.
+        device_id: Which of them.
+    """
+
+    def __init__(self, device: str = "cpu", device_id: int = 0) -> None:
+        self._device = (device, device_id)
+        self._buffer: Buffer | None = None
+        self._next = 0
+
+    def take(self, shape: tuple[int, ...], element_type: int) -> View:
+        """A tensor that nobody else has."""
+        nbytes = max(math.prod(shape), 1) * numpy_type(element_type).itemsize
+        if self._buffer is None or self._next + nbytes > self._buffer.nbytes:
+            self._buffer, self._next = Buffer(max(nbytes, _SMALL), *self._device), 0
+        view = self._buffer.view(self._next, shape, element_type)
+        self._next += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return view

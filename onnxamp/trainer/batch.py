@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 
 from onnxamp.errors import DataError
 from onnxamp.trainer.arenas import numpy_dtype
+from onnxamp.trainer.batches import Locate
 from onnxamp.training.manifest import Labels, Port
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
-    """A checked micro-batch.
+class CheckedBatch:
+    """A micro-batch that fits.
 
     Attributes:
         feeds: Contiguous arrays for every data input.
@@ -49,8 +50,12 @@ class BatchCheck:
         self._labels = {one.name: one for one in labels}
         self._spare = frozenset(spare)
 
-    def __call__(self, batch: Mapping[str, Any]) -> Batch:
+    def __call__(self, batch: Mapping[str, Any], locate: Locate | None = None) -> CheckedBatch:
         """The batch, ready to be fed; without `weights` every row weighs 1.
+
+        Args:
+            batch: Arrays by name.
+            locate: Says where rows of it lie in the data, if that is known.
 
         Raises:
             DataError: An input is missing, unknown, empty, or of the wrong type, shape or range; or weights are not one
@@ -69,7 +74,7 @@ class BatchCheck:
             raise DataError(f"The batch {' and '.join(parts)}; expected inputs: {self._expected()}.")
         feeds: dict[str, NDArray[Any]] = {}
         sizes: dict[str, tuple[int, str]] = {}
-        nan = infinity = None
+        unfit: list[tuple[str, NDArray[Any]]] = []
         for port in self._ports:
             if port.name not in batch:
                 feeds[port.name] = np.ones(1, np.float32)
@@ -79,30 +84,37 @@ class BatchCheck:
             feeds[port.name] = np.ascontiguousarray(array).reshape(array.shape)
             if port.name in self._labels:
                 _check_labels(port.name, array, self._labels[port.name])
-            found = _not_finite(port.name, array)
-            nan, infinity = nan or found[0], infinity or found[1]
+            if not _is_finite(array):
+                unfit.append((port.name, array))
         rows = int(feeds[self._rows].shape[0])
         for port in self._ports:
             if port.kind == "weights":
                 _check_weights(port.name, feeds[port.name], rows)
-        return Batch(feeds, rows, nan, infinity)
+        nan, infinity = (
+            next((text for name, array in unfit if (text := _said(name, array, what, rows, locate))), None)
+            for what in ("NaN", "Inf")
+        )
+        return CheckedBatch(feeds, rows, nan, infinity)
 
     def _expected(self) -> str:
         return ", ".join(f"{port.name} {port.dtype}{_sizes(port.shape)}" for port in self._ports)
 
 
 def _check_form(port: Port, array: NDArray[Any], sizes: dict[str, tuple[int, str]]) -> None:
-    wanted = f"{port.dtype}{_sizes(port.shape)}"
-    found = f"{array.dtype}{_sizes(array.shape)}"
+    def differs() -> str:
+        found = f"{array.dtype}{_sizes(array.shape)}"
+        return f"The input {port.name!r} should be {port.dtype}{_sizes(port.shape)}, the batch has {found}"
+
     if array.dtype != numpy_dtype(port.dtype):
-        raise DataError(f"The input {port.name!r} should be {wanted}, the batch has {found}: cast it to {port.dtype}.")
+        raise DataError(f"{differs()}: cast it to {port.dtype}.")
     if array.ndim != len(port.shape):
-        raise DataError(f"The input {port.name!r} should be {wanted}, the batch has {found}.")
+        raise DataError(f"{differs()}.")
     for axis, (expected, size) in enumerate(zip(port.shape, array.shape, strict=True)):
         if size == 0:
+            found = f"{array.dtype}{_sizes(array.shape)}"
             raise DataError(f"The input {port.name!r} is empty ({found}): a batch needs at least one row.")
         if isinstance(expected, int) and expected != size:
-            raise DataError(f"The input {port.name!r} should be {wanted}, the batch has {found} (dimension {axis}).")
+            raise DataError(f"{differs()} (dimension {axis}).")
         if isinstance(expected, str) and not (port.kind == "weights" and array.size == 1):
             known, owner = sizes.setdefault(expected, (size, port.name))
             if known != size:
@@ -144,23 +156,27 @@ def _check_weights(name: str, array: NDArray[Any], rows: int) -> None:
         )
 
 
-def _not_finite(name: str, array: NDArray[Any]) -> tuple[str | None, str | None]:
-    """How many NaN and infinities a float array holds and where the first of them is, in words; None if there are none."""
+def _is_finite(array: NDArray[Any]) -> bool:
+    """Whether a float array holds neither NaN nor infinities."""
     if array.dtype.kind not in "fV":
-        return None, None
+        return True
     values = array if array.dtype.kind == "f" and array.dtype.itemsize >= 4 else array.astype(np.float32)
     flat = values.reshape(-1)
     # One pass at the speed of memory; only a sum that is not finite needs a second look (it may have overflowed).
     with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(np.dot(flat, flat)):
-            return None, None
+        return bool(np.isfinite(np.dot(flat, flat))) or bool(np.isfinite(values).all())
 
-    def words(bad: NDArray[np.bool_], what: str) -> str | None:
-        if not bad.any():
-            return None
-        return f"the input {name!r} holds {int(bad.sum())} {what}, the first at {np.argwhere(bad)[0].tolist()}"
 
-    return words(np.isnan(values), "NaN"), words(np.isinf(values), "Inf")
+def _said(name: str, array: NDArray[Any], what: str, rows: int, locate: Locate | None) -> str | None:
+    """How many NaN (or Inf) an array holds and where, in words; None if it holds none."""
+    bad = np.isnan(array) if what == "NaN" else np.isinf(array)
+    if not bad.any():
+        return None
+    count, first = int(bad.sum()), np.argwhere(bad)[0].tolist()
+    if locate is None or array.shape[0] != rows:
+        return f"the input {name!r} holds {count} {what}, the first at {first}"
+    where = locate(np.flatnonzero(bad.reshape(rows, -1).any(1)).tolist())
+    return f"the input {name!r} holds {count} {what} in {where}"
 
 
 def _sizes(shape: Sequence[int | str]) -> str:

@@ -11,8 +11,8 @@ import itertools
 import math
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,17 +22,20 @@ from onnxamp.trainer.data import Array, Arrays, Batch, Data, Field, Stream, shap
 
 _T = TypeVar("_T")
 
+Locate: TypeAlias = Callable[[Sequence[int]], str]
+"""Says where rows of a micro-batch lie in the data, in words."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Share:
     """What one rank has of a micro-step that all ranks take together.
 
     Attributes:
-        batch: Its micro-batch; None where no row is left for it.
+        batch: Its micro-batch, prepared; None where no row is left for it.
         rows: Rows of every rank, by rank.
     """
 
-    batch: Batch | None
+    batch: Any
     rows: tuple[int, ...]
 
 
@@ -192,6 +195,8 @@ class Batches:
         prefetch: Batches read ahead by a thread; 0 reads in the calling thread.
         rank: This process.
         world_size: Number of processes.
+        prepare: What is done with each micro-batch where it is read: ahead, in the thread. It gets the batch and a function
+            that says where rows of it lie in the data.
     """
 
     def __init__(
@@ -204,6 +209,7 @@ class Batches:
         prefetch: int = 2,
         rank: int = 0,
         world_size: int = 1,
+        prepare: Callable[[Batch, Locate], Any] | None = None,
     ) -> None:
         if batch_size is None and isinstance(binding.data, Arrays):
             raise DataError("Data held as arrays need a batch size.")
@@ -216,6 +222,7 @@ class Batches:
         self.prefetch = prefetch
         self.rank = rank
         self.world_size = world_size
+        self._prepare = prepare
 
     def __len__(self) -> int:
         """Micro-batches of an epoch.
@@ -238,7 +245,7 @@ class Batches:
         """Rows of a micro-batch over all ranks; None for the batches of a stream as they are."""
         return self.batch_size * self.world_size if self.batch_size else None
 
-    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Any]:
         """The micro-batches of one epoch, the last one shorter where the rows do not divide.
 
         Args:
@@ -257,14 +264,7 @@ class Batches:
         shares = self._arrays(epoch, start) if isinstance(self.binding.data, Arrays) else self._stream(start)
         return _read_ahead(shares, self.prefetch) if self.prefetch else shares
 
-    def row(self, epoch: int, micro_batch: int, row: int) -> int | None:
-        """The number in the data of a row of this rank's micro-batch; None for a stream."""
-        if not isinstance(self.binding.data, Arrays):
-            return None
-        assert self.size is not None
-        return int(self._dealt(self.order(epoch), micro_batch * self.size)[self.rank][row])
-
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         return self.epoch()
 
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
@@ -284,8 +284,22 @@ class Batches:
         for first in range(start * self.size, data.rows, self.size):
             dealt = self._dealt(order, first)
             rows = dealt[self.rank]
-            batch = self.binding.convert(data.take(names, rows)) if len(rows) else None
+            batch = self._prepared(data.take(names, rows), rows) if len(rows) else None
             yield Share(batch, tuple(map(len, dealt)))
+
+    def _prepared(self, stored: Batch, rows: npt.NDArray[np.int64]) -> Any:
+        """A stored batch as the trainer takes it; `rows` are its rows' numbers in the data."""
+        batch = self.binding.convert(stored)
+        if self._prepare is None:
+            return batch
+        data = self.binding.data
+        try:
+            return self._prepare(batch, lambda some: data.locate(rows[list(some)]))
+        except DataError as problem:
+            if problem.row is None:
+                raise
+            where = data.locate(rows[[problem.row]])
+            raise DataError(f"{where[0].upper()}{where[1:]}: {problem}") from problem
 
     def _dealt(self, order: npt.NDArray[np.int64], first: int) -> list[npt.NDArray[np.int64]]:
         """The rows of every rank in the micro-step that begins at `first`; a short last one is dealt evenly."""
@@ -296,12 +310,20 @@ class Batches:
         data = self.binding.data
         assert isinstance(data, Stream)
         pieces = iter(self._rebatch(data) if self.batch_size else data)
-        pieces = itertools.islice(pieces, start * self.world_size, None)
         counted = self.binding.columns[self.binding.fields[0].name]
-        while dealt := list(itertools.islice(pieces, self.world_size)):
-            batch = self.binding.convert(dealt[self.rank]) if self.rank < len(dealt) else None
+        first = 0
+        for step in itertools.count():
+            dealt = list(itertools.islice(pieces, self.world_size))
+            if not dealt:
+                return
             rows = [len(piece[counted]) if counted in piece else 0 for piece in dealt]
-            yield Share(batch, (*rows, *[0] * (self.world_size - len(dealt))))
+            if step >= start:
+                batch = None
+                if self.rank < len(dealt):
+                    begin = first + sum(rows[: self.rank])
+                    batch = self._prepared(dealt[self.rank], np.arange(begin, begin + rows[self.rank]))
+                yield Share(batch, (*rows, *[0] * (self.world_size - len(dealt))))
+            first += sum(rows)
 
     def _rebatch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Cut and join the batches of a stream into micro-batches of the size asked for."""
@@ -321,32 +343,29 @@ class Batches:
 
 def _read_ahead(items: Iterator[_T], depth: int) -> Iterator[_T]:
     """Run an iterator in a thread, at most `depth` items ahead; its errors are raised here."""
-    ready: queue.Queue[tuple[_T | None, BaseException | None]] = queue.Queue(depth)
+    ready: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
+    room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry for each item that may be ahead
     stopped = threading.Event()
-
-    def put(item: tuple[_T | None, BaseException | None]) -> bool:
-        while not stopped.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
+    for _ in range(depth):
+        room.put(None)
 
     def work() -> None:
         try:
             for item in items:
-                if not put((item, None)):
+                room.get()
+                if stopped.is_set():
                     return
-            put((None, None))
+                ready.put((item, None))
+            ready.put((None, None))
         except BaseException as problem:
-            put((None, problem))
+            ready.put((None, problem))
 
     thread = threading.Thread(target=work, name="onnxamp-prefetch", daemon=True)
     thread.start()
     try:
         while True:
             item, problem = ready.get()
+            room.put(None)
             if problem is not None:
                 raise problem
             if item is None:
@@ -354,4 +373,5 @@ def _read_ahead(items: Iterator[_T], depth: int) -> Iterator[_T]:
             yield item
     finally:
         stopped.set()
+        room.put(None)
         thread.join()

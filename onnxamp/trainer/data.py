@@ -6,6 +6,7 @@ Files are memory-mapped, and pages that were read are given back, so a data set 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import mmap
@@ -29,6 +30,8 @@ _RELEASE_BYTES = 32 << 20
 _FAULT_BYTES = 256 << 10
 # Mapped columns below this size are simply loaded: labels and the like.
 _SMALL_BYTES = 4 << 20
+# Rows, and files, that a message names before it only counts them.
+_NAMED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +93,17 @@ def _release(array: Array) -> None:
 
 
 class Arrays:
-    """Rows by index: one array per column, all of the same length, in memory or mapped from files."""
+    """Rows by index: one array per column, all of the same length, in memory or mapped from files.
 
-    def __init__(self, columns: Mapping[str, Sequence[Array]], origin: str) -> None:
+    Args:
+        columns: The arrays of each column, one per shard.
+        origin: Where they come from, in words.
+        shards: Where each shard comes from, if they are more than one.
+    """
+
+    def __init__(self, columns: Mapping[str, Sequence[Array]], origin: str, shards: Sequence[str] = ()) -> None:
         self.origin = origin
+        self._shards = tuple(shards) or (origin,)
         self._columns = {name: _Column(parts) for name, parts in columns.items()}
         if not self._columns:
             raise DataError(f"{origin} holds no arrays; save some with numpy.savez(path, input=..., labels=...).")
@@ -104,6 +114,7 @@ class Arrays:
         self.rows = next(iter(lengths.values()))
         if self.rows == 0:
             raise DataError(f"{origin} has no rows.")
+        self._chosen: npt.NDArray[np.int64] | None = None
 
     @property
     def fields(self) -> list[Field]:
@@ -112,13 +123,33 @@ class Arrays:
 
     def take(self, names: Iterable[str], rows: npt.NDArray[np.int64]) -> Batch:
         """The rows with these indices of these columns, as new arrays."""
-        return {name: self._columns[name].take(rows) for name in names}
+        stored = self._stored(rows)
+        return {name: self._columns[name].take(stored) for name in names}
+
+    def only(self, rows: npt.NDArray[np.int64]) -> Arrays:
+        """These rows alone, in this order; nothing is copied."""
+        part = copy.copy(self)
+        part._chosen, part.rows = self._stored(rows), len(rows)
+        return part
+
+    def _stored(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The numbers of rows in the files."""
+        return rows if self._chosen is None else self._chosen[rows]
+
+    def locate(self, rows: npt.NDArray[np.int64]) -> str:
+        """Where rows lie, in words: their file, and their numbers in it from 0."""
+        starts = next(iter(self._columns.values())).starts
+        ordered = np.unique(self._stored(rows))
+        owner = np.searchsorted(starts, ordered, side="right") - 1
+        found = [_rows_of(ordered[owner == index] - starts[index], self._shards[index]) for index in np.unique(owner)]
+        more = len(found) - _NAMED
+        return ", ".join(found[:_NAMED]) + (f" and rows of {more} more files" if more > 0 else "")
 
 
 class Stream:
     """Batches in their own order, from a function that starts them anew.
 
-    An iterator that cannot be started again serves one epoch.
+    An iterator that cannot be started again serves one epoch. Its rows are numbered from the start of a pass.
     """
 
     def __init__(self, start: Callable[[], Iterator[Mapping[str, Any]]], origin: str) -> None:
@@ -156,8 +187,40 @@ class Stream:
         for batch in begun:
             yield _as_batch(batch, self.origin)
 
+    def locate(self, rows: npt.NDArray[np.int64]) -> str:
+        """Where rows lie, in words: their numbers in a pass, from 0."""
+        return _rows_of(np.unique(rows), self.origin)
+
 
 Data: TypeAlias = Arrays | Stream
+
+
+def _rows_of(rows: npt.NDArray[np.int64], origin: str) -> str:
+    names = [str(row) for row in rows[:_NAMED]]
+    if (more := len(rows) - _NAMED) > 0:
+        names.append(f"{more} more")
+    listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+    return f"row{'s' * (len(rows) > 1)} {listed} of {origin}"
+
+
+def hold_out(data: Arrays, share: float, seed: int = 0) -> tuple[Arrays, Arrays]:
+    """Part data into rows to train on and rows to evaluate on.
+
+    Args:
+        data: The data.
+        share: The part of the rows to evaluate on, between 0 and 1; at least one row.
+        seed: Which rows these are.
+
+    Raises:
+        DataError: One of the two would have no row.
+    """
+    count = max(1, round(share * data.rows))
+    if not 0 < share < 1 or count >= data.rows:
+        raise DataError(
+            f"A part of {share:g} of the {data.rows} rows of {data.origin} leaves none to train on, or holds none out."
+        )
+    order = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed], spawn_key=(1,)))).permutation(data.rows)
+    return data.only(np.sort(order[count:])), data.only(np.sort(order[:count]))
 
 
 def _as_batch(batch: object, origin: str) -> Batch:
@@ -239,7 +302,7 @@ def _open_path(path: Path) -> Arrays:
                     f"{array.dtype.name}{shape_text(array.shape)} in {shard.name} of {path}; shards must agree."
                 )
             columns[name].append(array)
-    return Arrays(columns, str(path))
+    return Arrays(columns, str(path), list(map(str, shards)))
 
 
 def _open_npy(path: Path) -> Array:

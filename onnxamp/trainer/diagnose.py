@@ -32,15 +32,16 @@ class BadData:
         column: The model's name of the column.
         rows: Their numbers.
         nan: Whether one of them holds NaN.
+        where: The rows in words, with their files.
     """
 
     column: str
     rows: tuple[int, ...]
     nan: bool
+    where: str
 
     def __str__(self) -> str:
-        more = f" and {len(self.rows) - 1} more" if len(self.rows) > 1 else ""
-        return f"{self.column}: row {self.rows[0]}{more} {'holds NaN' if self.nan else 'is infinite'}"
+        return f"{self.column}: {'NaN' if self.nan else 'Inf'} in {self.where}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,7 @@ def bad_rows(binding: Binding) -> list[BadData]:
             wrong = ~np.isfinite(value).reshape(len(rows), -1).all(1)
             earlier, nan = found.get(name, ([], False))
             found[name] = (earlier + rows[wrong].tolist(), nan or bool(np.isnan(value).any()))
-    return [BadData(name, tuple(rows), nan) for name, (rows, nan) in found.items()]
+    return [BadData(name, tuple(rows), nan, data.locate(np.array(rows))) for name, (rows, nan) in found.items()]
 
 
 def chosen_batches(binding: Binding, batch_size: int, rows: int, first: Sequence[int] = ()) -> list[Batch]:

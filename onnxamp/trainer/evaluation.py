@@ -15,7 +15,7 @@ from onnxamp.ort.session import SessionConfig
 from onnxamp.ort.values import View
 from onnxamp.passes.emulate import emulate
 from onnxamp.trainer.arenas import Arenas
-from onnxamp.trainer.batch import Batch, BatchCheck
+from onnxamp.trainer.batch import BatchCheck, CheckedBatch
 from onnxamp.trainer.device import Device
 from onnxamp.trainer.evaluator import Evaluator, without_loss
 from onnxamp.trainer.inference import Trained
@@ -98,7 +98,7 @@ class Evaluation:
             raise UsageError("There are no batches to predict.")
         return found
 
-    def weight_sum(self, batch: Batch) -> View:
+    def weight_sum(self, batch: CheckedBatch) -> View:
         """The sum of weights of a batch, a float32 scalar on the device."""
         self._working.run(batch)
         sums = self._working.sums

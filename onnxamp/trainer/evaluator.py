@@ -12,7 +12,7 @@ from onnxamp.ort.binding import Binding
 from onnxamp.ort.session import SessionConfig, open_session
 from onnxamp.ort.values import Buffer, View, element_type
 from onnxamp.trainer.arenas import Arenas, numpy_dtype
-from onnxamp.trainer.batch import Batch
+from onnxamp.trainer.batch import CheckedBatch
 from onnxamp.training.manifest import GraphPorts, Port
 
 _SUMS = ("amp.loss_sum", "amp.weight_sum")
@@ -54,7 +54,7 @@ class Evaluator:
         self.sums = Buffer(8, arenas.device, arenas.device_id).view(0, (2,), _element_type("float32"))
         self._bindings: dict[tuple[int, ...], Binding] = {}
 
-    def run(self, batch: Batch) -> dict[str, Any]:
+    def run(self, batch: CheckedBatch) -> dict[str, Any]:
         """The outputs for one batch; the sums of losses and weights are left in `sums`."""
         key = tuple(block.current for block in self._arenas.blocks.values())
         if key not in self._bindings:

@@ -109,6 +109,7 @@ def fit(
         prefetch=prefetch,
         rank=trainer.collective.rank,
         world_size=trainer.collective.world_size,
+        prepare=trainer.checked,
     )
     checks = None
     if val is not None:
@@ -202,12 +203,7 @@ class _Run:
                 if share is None:
                     break
                 step = state.trainer.micro_step
-                try:
-                    result = step(share.batch, share.rows) if together else step(share.batch)
-                except DataError as problem:
-                    if problem.row is None or (row := state.batches.row(state.epoch, state.batch, problem.row)) is None:
-                        raise
-                    raise DataError(f"Row {row} of {state.batches.binding.data.origin}: {problem}") from problem
+                result = step(share.batch, share.rows) if together else step(share.batch)
                 state.batch += 1
                 if result.report is not None:
                     self._window(result, result.report)

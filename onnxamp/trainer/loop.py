@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from onnxamp.errors import DivergedError, UsageError
-from onnxamp.ort.values import Buffer, View
+from onnxamp.ort.values import Slots, View
 from onnxamp.trainer.arenas import FLOAT, Arenas
-from onnxamp.trainer.batch import Batch
+from onnxamp.trainer.batch import CheckedBatch
 from onnxamp.trainer.collective import Collective
 from onnxamp.trainer.gradient import Gradient
 from onnxamp.trainer.program import Program
 from onnxamp.trainer.update import Update
-from onnxamp.training.manifest import REPORT, WINDOW, WINDOW_SIZE, Manifest
+from onnxamp.training.manifest import ITEM_SIZE, REPORT, WINDOW, WINDOW_SIZE, Manifest
 
 # The last element of the window's sums, which no graph uses, tells with them how many ranks want the run to end.
 VOTE = WINDOW_SIZE - 1
 # Reading from a device waits for it, so the count of windows skipped in a row is not read after each of them.
 _LOOK_EVERY = 16
+_STUCK = ITEM_SIZE["float32"] * REPORT.index("stuck")
 
 
 class Window:
@@ -49,18 +51,47 @@ class Window:
         self.rows = rows
         self.nan = nan
         self.infinity = infinity
-        self.report: View | None = None
+        self._report: View | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has been applied, or skipped."""
+        return self._report is not None
+
+    def end(self, report: View) -> None:
+        """Keep where the report lies."""
+        self._report = report
+
+    @functools.cached_property
+    def report(self) -> dict[str, float]:
+        """The fields of `manifest.REPORT` of a window that has ended, copied from the device once."""
+        assert self._report is not None
+        return dict(zip(REPORT, self._report.read().tolist(), strict=True))
+
+    @property
+    def stuck(self) -> int:
+        """Windows skipped in a row at the lowest loss scale; on the CPU it is looked up where it lies."""
+        view = self._report
+        if view is None or view.buffer.device != "cpu":
+            return int(self.report["stuck"])
+        start = view.offset + _STUCK
+        return int(view.buffer.host[start : start + ITEM_SIZE["float32"]].view(np.float32)[0])
+
+    @property
+    def loss(self) -> View:
+        """Where the mean loss lies, the first field of the report."""
+        assert self._report is not None
+        return self._report.buffer.view(self._report.offset, (), FLOAT)
 
 
 class StepResult:
     """What came of a micro-step; the numbers are copied from the device when they are first asked for."""
 
-    def __init__(self, window: Window, loss: View, scale: View | None, ended: bool) -> None:
+    def __init__(self, window: Window, loss: View, scale: Callable[[], float] | None, ended: bool) -> None:
         self._window = window
         self._loss = loss
         self._scale = scale
         self._ended = ended
-        self._report: dict[str, float] | None = None
 
     def __repr__(self) -> str:
         report = self.report
@@ -77,7 +108,7 @@ class StepResult:
     @property
     def report(self) -> dict[str, float] | None:
         """The fields of `manifest.REPORT` if this micro-step ended a window, else None."""
-        return self._window_report() if self._ended else None
+        return self._window.report if self._ended else None
 
     @property
     def applied(self) -> bool:
@@ -93,11 +124,10 @@ class StepResult:
     def scale(self) -> float:
         """The loss scale that this micro-step was run with."""
         # The state holds it only until the window ends; then the report does.
-        report = self._window_report()
-        if report is not None:
-            return report["loss_scale"]
+        if self._window.ended:
+            return self._window.report["loss_scale"]
         assert self._scale is not None
-        return float(self._scale.read())
+        return self._scale()
 
     @property
     def interrupted(self) -> bool:
@@ -120,12 +150,6 @@ class StepResult:
             return f"the loss is not finite in {bad} of {offered} micro-batches{beside}"
         where = f" in {int(report['dropped'])} of {offered} micro-batches" if report["dropped"] else ""
         return f"a gradient overflowed{where} at loss scale {report['loss_scale']:g}{beside}"
-
-    def _window_report(self) -> dict[str, float] | None:
-        """The report of this micro-step's window, once that has ended."""
-        if self._report is None and self._window.report is not None:
-            self._report = dict(zip(REPORT, map(float, self._window.report.read()), strict=True))
-        return self._report
 
 
 class WindowLoop:
@@ -154,7 +178,7 @@ class WindowLoop:
         update: Update,
         accumulate: int,
         collective: Collective,
-        weight_sum: Callable[[Batch], View],
+        weight_sum: Callable[[CheckedBatch], View],
     ) -> None:
         self.accumulate = accumulate
         self.window = self._last = Window()
@@ -171,8 +195,9 @@ class WindowLoop:
         self._loss = next(p for p in manifest.graphs["grad"].outputs if p.name == "amp.loss")
         self._report = next(p for p in manifest.graphs["reduce"].outputs if p.ref == "report")
         self._weight_sum = weight_sum
+        self._slots = Slots(arenas.device, arenas.device_id)
 
-    def micro_step(self, batch: Batch | None, rows: Sequence[int] | None = None) -> StepResult:
+    def micro_step(self, batch: CheckedBatch | None, rows: Sequence[int] | None = None) -> StepResult:
         """Add the gradients of one micro-batch; after the last of a window, apply it.
 
         Args:
@@ -186,16 +211,16 @@ class WindowLoop:
         self._in_step = rows is not None
         before, together = self._ranks(batch.rows if batch else 0, rows)
         if not self._seeded:
-            self._seed(self._weight_sum(batch) if batch else self._memory(()))
-        loss, scale = self._memory(()), self._scale()
+            self._seed(self._weight_sum(batch) if batch else self._slots.take((), FLOAT))
+        loss = self._slots.take((), FLOAT)
         if batch is not None:
             self._add(batch, before, loss)
         if not self._seeded:
             self._set_divisor(0)
         ended = self._count(together)
-        return StepResult(window, loss, scale, ended)
+        return StepResult(window, loss, self._scale, ended)
 
-    def _add(self, batch: Batch, before: int, loss: View) -> None:
+    def _add(self, batch: CheckedBatch, before: int, loss: View) -> None:
         """Run the backward pass; `before` counts the rows of lower ranks in this micro-step."""
         window = self.window
         ranks, rank = self._collective.world_size, self._collective.rank
@@ -217,7 +242,7 @@ class WindowLoop:
         # A rank that has no micro-batch left takes part, with nothing, until all ranks have come here.
         while self._collective.world_size > 1 and not self._in_step and (rows := self._ranks(0)[1]):
             if not self._seeded:
-                self._seed(self._memory(()))
+                self._seed(self._slots.take((), FLOAT))
             result = self._result() if self._count(rows) else None
         if not self.window.micro_steps:
             return result
@@ -226,9 +251,7 @@ class WindowLoop:
 
     def _result(self) -> StepResult:
         """The result of the window that was applied last; its report begins with the mean loss."""
-        report = self._last.report
-        assert report is not None
-        return StepResult(self._last, report.buffer.view(0, (), FLOAT), None, True)
+        return StepResult(self._last, self._last.loss, None, True)
 
     def _count(self, rows: int) -> bool:
         """Count a micro-step of all ranks, and apply the window if it was the last."""
@@ -258,7 +281,7 @@ class WindowLoop:
 
     def _apply(self) -> None:
         window = self.window
-        report = self._memory((len(REPORT),))
+        report = self._slots.take((len(REPORT),), FLOAT)
         if self._collective.world_size > 1:
             if not window.own:
                 self._contribute_nothing()
@@ -272,7 +295,7 @@ class WindowLoop:
         self._reduce.run(fresh={self._report.name: report})
         self._reduce.turn()
         self._update.run()
-        window.report = report
+        window.end(report)
         self._last, self.window = window, Window()
         self._windows += 1
         if self._arenas.device == "cpu" or self._windows % _LOOK_EVERY == 0:
@@ -280,19 +303,15 @@ class WindowLoop:
 
     def _stop_if_stuck(self, window: Window) -> None:
         patience = self._manifest.limits.get("patience", math.inf)
-        report = window.report
-        assert report is not None
-        values = (
-            report.buffer.host[: report.nbytes].view(np.float32) if report.buffer.device == "cpu" else report.read()
-        )
-        stuck = int(values[REPORT.index("stuck")])
+        stuck = window.stuck
         if stuck < patience:
             return
+        report = window.report
         if window.nan is not None:
             why = f"{window.nan}: mend the data"
         elif window.infinity is not None:
             why = f"{window.infinity}: mend the data, or lower the learning rate if it is meant"
-        elif values[REPORT.index("bad_losses")]:
+        elif report["bad_losses"]:
             why = (
                 "the loss itself is not finite, so no loss scale can help: lower the learning rate or look at the data"
             )
@@ -300,7 +319,7 @@ class WindowLoop:
             why = "gradients are not finite at the lowest loss scale: lower the learning rate or raise the precision"
         raise DivergedError(
             f"{stuck} windows in a row were skipped at the lowest loss scale "
-            f"({float(values[REPORT.index('next_loss_scale')]):g}); {why}; `onnxamp diagnose` names the first bad node."
+            f"({report['next_loss_scale']:g}); {why}; `onnxamp diagnose` names the first bad node."
         )
 
     def _seed(self, weight: View) -> None:
@@ -335,7 +354,7 @@ class WindowLoop:
             return sum(rows[:rank]), sum(rows)
         counts = np.zeros(size, np.float32)
         counts[rank] = own
-        shared = self._memory((size,))
+        shared = self._slots.take((size,), FLOAT)
         shared.write(counts)
         self._collective.all_reduce(shared)
         counts = shared.read()
@@ -351,10 +370,5 @@ class WindowLoop:
             return 0
         return int(self._arenas.tensor("window/window")[WINDOW.index(field)])
 
-    def _scale(self) -> View:
-        tensor = self._manifest.tensor("scalars/loss_scale")
-        return self._arenas.range(tensor.arena, tensor.offset, tensor.shape)
-
-    def _memory(self, shape: tuple[int, ...]) -> View:
-        buffer = Buffer(4 * max(math.prod(shape), 1), self._arenas.device, self._arenas.device_id)
-        return buffer.view(0, shape, FLOAT)
+    def _scale(self) -> float:
+        return float(self._arenas.tensor("scalars/loss_scale"))

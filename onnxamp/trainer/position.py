@@ -11,12 +11,12 @@ import copy
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from onnxamp.errors import UsageError
-from onnxamp.trainer.batches import Batches
+from onnxamp.trainer.batches import Batches, Locate
 from onnxamp.trainer.collective import Collective
 from onnxamp.trainer.data import Batch, Field
 from onnxamp.trainer.metrics import Metric
@@ -58,7 +58,9 @@ class Steps(Protocol):
     @property
     def metric_options(self) -> Mapping[str, Any]: ...
 
-    def micro_step(self, batch: Batch | None, rows: Sequence[int] | None = None) -> Step: ...
+    def checked(self, batch: Batch, locate: Locate | None = None) -> Any: ...
+
+    def micro_step(self, batch: Any, rows: Sequence[int] | None = None) -> Step: ...
 
     def flush(self) -> Step | None: ...
 
@@ -112,6 +114,7 @@ class FitState:
         evaluated: Windows ended when the last evaluation was made.
         memory: What callbacks remember; JSON values only.
         reason: Why the run ends, once it does.
+        before_save: Called before a checkpoint is written: what it says to have happened is on the disk first.
 
     Raises:
         UsageError: The run was saved where its rows so far are no whole number of the micro-batches asked for now.
@@ -132,6 +135,7 @@ class FitState:
         self.evaluated = int(position.get("evaluated", 0))
         self.memory: dict[str, Any] = dict(position.get("memory", {}))
         self.reason: str | None = None
+        self.before_save: list[Callable[[], None]] = []
         before, size = position.get("size"), batches.size
         if before and size and before != size:
             done = self.batch * before
@@ -164,12 +168,15 @@ class FitState:
 
     def save(self, path: Path) -> None:
         """Write a checkpoint from which the run can go on exactly here (on rank 0; others do nothing)."""
+        for call in self.before_save:
+            call()
         self.trainer.position = self._position()
         self.trainer.save(path)
 
     def settle(self) -> None:
         """Remember this place as the one to go back to: the window that ended here is in the trainer's state."""
-        self._settled = self._position()
+        if self.trainer.collective.world_size > 1:  # else there is no one to lose
+            self._settled = self._position()
 
     def rewind(self) -> None:
         """Go back to where the last window ended, as the only process, because another one is lost."""

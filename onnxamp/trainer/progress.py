@@ -12,14 +12,14 @@ from collections.abc import Mapping
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from onnxamp.trainer.callbacks import Callback, WindowResult
 from onnxamp.trainer.position import FitState
 
 _STATUS_SECONDS = 30.0
+# Between two states of the living line: drawing one takes a millisecond.
+_LIVING_SECONDS = 0.25
 # Skipped windows that get a line of their own before they are only counted.
 _LINES = 20
 
@@ -55,7 +55,7 @@ class Progress(Callback):
         self._share_before = self._share(state) or 0.0
         self._summed = state.windows
         if self.console.is_terminal:
-            self._live = Live("", console=self.console, refresh_per_second=8, transient=True)
+            self._live = Live("", console=self.console, auto_refresh=False, transient=True)
             self._live.start()
 
     def on_window(self, state: FitState, window: WindowResult) -> None:
@@ -71,9 +71,9 @@ class Progress(Callback):
             self._overflowed(state, window)
         now = time.monotonic()
         if self._live is not None:
-            if now - self._shown > 0.1:
+            if now - self._shown > _LIVING_SECONDS:
                 self._shown = now
-                self._live.update(self._status(state))
+                self._live.update(self._status(state), refresh=True)
         elif now - self._shown > _STATUS_SECONDS:
             self._shown = now
             self.console.print(self._words(state), highlight=False, soft_wrap=True)
@@ -147,15 +147,14 @@ class Progress(Callback):
             parts.append(f"ETA {amount(spent * (1 - share) / (share - self._share_before))}")
         return "  ".join(parts)
 
-    def _status(self, state: FitState) -> Table:
+    def _status(self, state: FitState) -> Text:
+        """The words, and a bar where there is room for one."""
         share = self._share(state)
-        row = Table.grid(padding=(0, 2, 0, 0))
-        row.add_column(no_wrap=True, overflow="ellipsis")
-        words = Text(self._words(state))
-        room = self.console.width - words.cell_len - 4
-        if share is not None and room >= 8:
-            row.add_column()
-            row.add_row(words, ProgressBar(total=1.0, completed=share, width=min(30, room)))
-        else:
-            row.add_row(words)
-        return row
+        line = Text(self._words(state), no_wrap=True, overflow="ellipsis")
+        width = min(30, self.console.width - line.cell_len - 4)
+        if share is not None and width >= 8:
+            done, mark = round(share * width), "-" if self.console.options.ascii_only else "━"
+            line.append("  ").append(mark * done, "bar.complete")
+            # Without colours both parts would look alike.
+            line.append((mark if self.console.color_system else " ") * (width - done), "bar.back")
+        return line

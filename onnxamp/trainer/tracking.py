@@ -18,6 +18,10 @@ from onnxamp.trainer.position import FitState
 
 # Between two points of TensorBoard.
 _POINT_SECONDS = 0.25
+# Records wait this long: several together take a fraction of the time that each takes alone, with cold caches.
+_WRITE_SECONDS = 0.5
+
+_encode = json.JSONEncoder(allow_nan=False).encode
 
 
 def record(state: FitState, window: WindowResult) -> dict[str, Any]:
@@ -39,7 +43,6 @@ def record(state: FitState, window: WindowResult) -> dict[str, Any]:
         "rows": int(report["rows"]),
         "seconds": round(window.seconds, 6),
         "waited": round(window.waited, 6),
-        "memory": resident_memory(),
     }
     return numbers if window.cause is None else numbers | {"cause": window.cause}
 
@@ -61,7 +64,9 @@ def _jsonable(value: object) -> object:
 class MetricsFile(Callback):
     """`metrics.jsonl`: one object per line, `kind` is `window` or `evaluation`.
 
-    A run that goes on from a checkpoint takes out what was written after it, so that every window stands there once.
+    Lines are written a few times a second, and always before a checkpoint: after a kill no window is missing that a
+    checkpoint has. A run that goes on from a checkpoint takes out what was written after it, so that every window stands there
+    once.
 
     Raises:
         RuntimeMissingError: The file cannot be written.
@@ -69,39 +74,57 @@ class MetricsFile(Callback):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
+        self._waiting: list[dict[str, Any]] = []
+        self._written = -math.inf
 
     def on_start(self, state: FitState) -> None:
         known = {"window": state.windows, "evaluation": state.evaluated}
         kept = [entry for entry in read_metrics(self.path) if entry["window"] <= known.get(entry["kind"], -1)]
         try:
             with atomic(self.path) as file:
-                file.writelines(_line(entry).encode() for entry in kept)
-            self._file = self.path.open("a", encoding="utf-8", buffering=1)
+                file.writelines(map(_line, kept))
+            self._file = self.path.open("ab", buffering=0)
         except OSError as problem:
             raise disk_error(self.path, problem) from problem
+        state.before_save.append(self.flush)
 
     def on_window(self, state: FitState, window: WindowResult) -> None:
-        self._write(record(state, window))
+        self._waiting.append(record(state, window))
+        if time.monotonic() - self._written >= _WRITE_SECONDS:
+            self.flush()
 
     def on_evaluate(self, state: FitState, values: Mapping[str, float]) -> None:
         entry = {"kind": "evaluation", "window": state.windows, "step": state.step, "epoch": state.last_epoch}
-        self._write({**entry, **values})
+        self._waiting.append({**entry, **values})
+        self.flush()
 
-    def _write(self, entry: Mapping[str, Any]) -> None:
-        assert self._file is not None
+    def flush(self) -> None:
+        """Write the lines that wait; those of windows get the memory that the process holds now."""
+        if self._file is None or not self._waiting:
+            return
+        memory = resident_memory()
+        entries = [entry | {"memory": memory} if entry["kind"] == "window" else entry for entry in self._waiting]
+        self._waiting, self._written = [], time.monotonic()
+        left = b"".join(map(_line, entries))
         try:
-            self._file.write(_line(entry))
+            while left:
+                left = left[self._file.write(left) :]
         except OSError as problem:
             raise disk_error(self.path, problem) from problem
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with self._file:
+                self.flush()
 
 
-def _line(entry: Mapping[str, Any]) -> str:
-    return json.dumps({name: _jsonable(value) for name, value in entry.items()}) + "\n"
+def _line(entry: Mapping[str, Any]) -> bytes:
+    try:
+        text = _encode(entry)
+    except ValueError:
+        text = _encode({name: _jsonable(value) for name, value in entry.items()})
+    return f"{text}\n".encode()
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,8 @@ from onnxamp.ort.session import SessionConfig
 from onnxamp.ort.values import Buffer
 from onnxamp.trainer import checkpoint
 from onnxamp.trainer.arenas import FLOAT, Arenas, numpy_dtype
-from onnxamp.trainer.batch import BatchCheck
+from onnxamp.trainer.batch import BatchCheck, CheckedBatch
+from onnxamp.trainer.batches import Locate
 from onnxamp.trainer.collective import Collective, SingleProcess, divided
 from onnxamp.trainer.data import Field
 from onnxamp.trainer.device import emulated, find_device, usable_threads
@@ -197,12 +198,24 @@ class Trainer:
             report["free"], report["total"] = stream.cuda.memory()
         return report
 
-    def micro_step(self, batch: Batch | None, rows: Sequence[int] | None = None) -> StepResult:
+    def checked(self, batch: Batch, locate: Locate | None = None) -> CheckedBatch:
+        """A micro-batch, checked: `micro_step` takes it too, so that this may be done ahead, in another thread.
+
+        Args:
+            batch: As for `micro_step`.
+            locate: Says where rows of it lie in the data, for what is said of NaN.
+
+        Raises:
+            DataError: The batch does not fit: names, types, shapes, or labels that are no classes.
+        """
+        return self._check(batch, locate)
+
+    def micro_step(self, batch: Batch | CheckedBatch | None, rows: Sequence[int] | None = None) -> StepResult:
         """Add the gradients of a micro-batch to the window; the last one of a window applies it.
 
         Args:
-            batch: Arrays by input name, `labels` and, if rows weigh differently, `weights`. None only where several
-                processes train and `rows` leaves this one nothing.
+            batch: Arrays by input name, `labels` and, if rows weigh differently, `weights`; or what `checked` made of them.
+                None only where several processes train and `rows` leaves this one nothing.
             rows: Where several processes train, the rows of each of them in this micro-step, if that is known: then nothing
                 is exchanged before the window ends, and all must take the same number of micro-steps.
 
@@ -213,7 +226,8 @@ class Trainer:
         """
         if batch is None and rows is None:
             raise UsageError("A micro-step without a batch needs the rows of every process.")
-        return self._loop.micro_step(None if batch is None else self._check(batch), rows)
+        fit = batch if batch is None or isinstance(batch, CheckedBatch) else self._check(batch)
+        return self._loop.micro_step(fit, rows)
 
     def flush(self) -> StepResult | None:
         """Apply the window as it is, if it has any micro-batch."""

@@ -53,7 +53,8 @@ class Update:
             elements = arenas.manifest.arena("master").elements
             chunk = max(_CHUNK, -(-elements // _PIECES // _CHUNK) * _CHUNK)
             self._pieces = arenas.pieces(chunk)
-            self._threads = max(min(threads or processors(), len(self._pieces)), 1)
+            # Fewer elements than a chunk are done before another thread has woken.
+            self._threads = max(min(threads or processors(), len(self._pieces), elements // chunk), 1)
         else:
             self._pieces = arenas.pieces(None)
         self._program = Program(model, ports, place)
@@ -63,10 +64,10 @@ class Update:
         """Update every parameter, if the window is to be applied."""
         if self._ok is not None and not self._ok.buffer.host[0]:
             return
-        if self._threads > 1:
-            list(self._pool.map(self._share, range(self._threads)))
-        else:
-            self._share(0)
+        others = [self._pool.submit(self._share, index) for index in range(1, self._threads)]
+        self._share(0)
+        for other in others:
+            other.result()
         self._program.turn()
 
     def _share(self, index: int) -> None:
@@ -75,4 +76,4 @@ class Update:
 
     @functools.cached_property
     def _pool(self) -> concurrent.futures.ThreadPoolExecutor:
-        return concurrent.futures.ThreadPoolExecutor(self._threads, "onnxamp-update")
+        return concurrent.futures.ThreadPoolExecutor(self._threads - 1, "onnxamp-update")

@@ -88,3 +88,14 @@ def test_nan_and_infinity_are_found_and_named():
     check = BatchCheck((Port("h", "bfloat16", ("n",), "data"),), "h")
     assert check({"h": np.array([1, 3e38], ml_dtypes.bfloat16)}).nan is None
     assert "1 NaN" in (check({"h": np.array([np.nan], ml_dtypes.bfloat16)}).nan or "")
+
+
+def test_rows_that_hold_nan_are_named_where_the_data_are_known():
+    x = np.ones((4, 3), np.float32)
+    x[[1, 3], 2] = np.nan
+    x[3, 0] = np.inf
+    batch = CHECK(
+        _batch(x=x, ids=np.zeros((4, 5), np.int64), labels=np.zeros(4, np.int64)), lambda rows: f"rows {rows} of f.npz"
+    )
+    assert batch.nan == "the input 'x' holds 2 NaN in rows [1, 3] of f.npz"
+    assert batch.infinity == "the input 'x' holds 1 Inf in rows [3] of f.npz"

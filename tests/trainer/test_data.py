@@ -11,7 +11,7 @@ import pytest
 
 from onnxamp.errors import DataError
 from onnxamp.trainer.batches import Batches, bind
-from onnxamp.trainer.data import Field, Stream, open_data
+from onnxamp.trainer.data import Field, Stream, hold_out, open_data
 
 ROWS = 103
 X = np.arange(ROWS * 6, dtype=np.float32).reshape(ROWS, 2, 3)
@@ -313,17 +313,74 @@ def test_values_beyond_the_type_of_the_input_are_named():
         binding.convert({"x": x, "labels": Y})
 
 
-def test_a_row_of_a_micro_batch_is_known_by_its_number_in_the_data():
-    data = open_data({"x": np.arange(23, dtype=np.float32)[:, None]})
-    binding = bind(data, [Field("x", np.dtype(np.float32), ("batch", 1))])
+def _numbers(kind, folder):
+    """23 rows of one column that holds their numbers, from several kinds of sources."""
+    x = np.arange(23, dtype=np.float32)[:, None]
+    if kind == "list":
+        return [{"x": x[first : first + 5]} for first in range(0, 23, 5)]
+    if kind == "npz":
+        np.savez(folder / "rows.npz", x=x)
+        return folder / "rows.npz"
+    return {"x": x}
+
+
+@pytest.mark.parametrize(("kind", "size"), [("dict", 4), ("npz", 4), ("list", 4), ("list", None)])
+@pytest.mark.parametrize("start", [0, 1])
+def test_rows_of_a_micro_batch_are_known_by_their_numbers_in_the_data(tmp_path, kind, size, start):
+    binding = bind(open_data(_numbers(kind, tmp_path)), [Field("x", np.dtype(np.float32), ("batch", 1))])
+    origin = {"dict": "the data", "npz": str(tmp_path / "rows.npz"), "list": "the list"}[kind]
     seen = []
+
+    def look(batch, locate):
+        for row, value in enumerate(batch["x"][:, 0].astype(int).tolist()):
+            assert locate([row]) == f"row {value} of {origin}"
+            seen.append(value)
+        return len(batch["x"])
+
     for rank in range(3):
-        batches = Batches(binding, 4, seed=5, prefetch=0, rank=rank, world_size=3)
-        for index, batch in enumerate(batches.epoch(2)):
-            for row, value in enumerate(batch["x"][:, 0]):
-                assert batches.row(2, index, row) == value
-                seen.append(value)
-    assert sorted(seen) == list(range(23))
+        batches = Batches(binding, size, seed=5, rank=rank, world_size=3, prepare=look)
+        assert all(isinstance(rows, int) for rows in batches.epoch(2, start))
+    assert len(set(seen)) == len(seen) == 23 - 3 * start * (size or 5)
+
+
+def test_rows_of_shards_are_numbered_in_their_file(tmp_path):
+    for name, rows in (("a", 3), ("b", 2), ("c", 1), ("d", 4), ("e", 1)):
+        np.savez(tmp_path / f"{name}.npz", x=np.zeros((rows, 1), np.float32))
+    data = open_data(tmp_path)
+    assert data.locate(np.array([4])) == f"row 1 of {tmp_path}/b.npz"
+    assert data.locate(np.array([5, 3, 2])) == (
+        f"row 2 of {tmp_path}/a.npz, row 0 of {tmp_path}/b.npz, row 0 of {tmp_path}/c.npz"
+    )
+    assert data.locate(np.array([9, 6, 8])) == f"rows 0, 2 and 3 of {tmp_path}/d.npz"
+    assert data.locate(np.arange(6, 10)) == f"rows 0, 1, 2 and 1 more of {tmp_path}/d.npz"
+    assert data.locate(np.arange(11)).endswith(f"row 0 of {tmp_path}/c.npz and rows of 2 more files")
+
+
+def test_rows_are_held_out_once_and_for_all():
+    data = open_data({"x": X, "labels": Y})
+    parts = hold_out(data, 0.2, seed=3)
+    rows = [part.take(["labels"], np.arange(part.rows))["labels"] for part in parts]
+    assert [part.rows for part in parts] == [ROWS - 21, 21]
+    assert sorted(np.concatenate(rows)) == list(range(ROWS))
+    assert rows[1].tolist() == hold_out(data, 0.2, seed=3)[1].take(["labels"], np.arange(21))["labels"].tolist()
+    assert rows[1].tolist() != hold_out(data, 0.2, seed=4)[1].take(["labels"], np.arange(21))["labels"].tolist()
+    assert parts[1].locate(np.array([5])) == f"row {rows[1][5]} of the data"
+    again = parts[0].only(np.array([7, 2]))
+    assert again.take(["labels"], np.arange(2))["labels"].tolist() == rows[0][[7, 2]].tolist()
+    with pytest.raises(DataError, match="leaves none to train on"):
+        hold_out(open_data({"x": X[:1]}), 0.5)
+
+
+def test_what_is_wrong_with_a_row_is_said_with_its_place():
+    binding = bind(open_data({"x": np.zeros((9, 1), np.float32)}), [Field("x", np.dtype(np.float32), ("batch", 1))])
+
+    def refuse(batch, locate):
+        problem = DataError("it is bad.")
+        problem.row = 1
+        raise problem
+
+    with pytest.raises(DataError, match=r"^Row 1 of the data: it is bad\.$"):
+        next(Batches(binding, 4, shuffle=False, prepare=refuse).epoch())
 
 
 def test_a_fixed_batch_must_divide_the_rows_of_all_processes():

@@ -47,6 +47,9 @@ class Counter:
         self.windows = 0
         self.scale = 65536.0
 
+    def checked(self, batch, locate=None):
+        return batch
+
     def micro_step(self, batch):
         self.window.append(batch["labels"].tolist())
         return self.flush() if len(self.window) == self.accumulate else _result(None)
@@ -307,6 +310,25 @@ def test_records_of_windows(tmp_path):
     assert (entries[1]["loss_scale"], entries[1]["next_loss_scale"]) == (65536, 32768)
     for line in (tmp_path / "m.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+@pytest.mark.parametrize("every", [1, 3, None])
+def test_no_checkpoint_is_ahead_of_the_records(tmp_path, every):
+    """What a kill may find: the file as it lies there when a checkpoint is written."""
+    seen = []
+
+    class Looking(Counter):
+        def save(self, path):
+            entries = list(read_metrics(tmp_path / "m.jsonl"))
+            assert [e["window"] for e in entries if e["kind"] == "window"] == list(
+                range(1, self.position["windows"] + 1)
+            )
+            assert len([e for e in entries if e["kind"] == "evaluation"]) == self.position["evaluated"] // 5
+            seen.append(self.position["windows"])
+
+    callbacks = [Checkpoints(tmp_path, every, metric="val_loss"), MetricsFile(tmp_path / "m.jsonl")]
+    fit(Looking(), DATA, epochs=2, batch_size=10, val=DATA, callbacks=callbacks[::-1])
+    assert len(seen) == 2 + {1: 11, 3: 4, None: 3}[every]  # best of each evaluation; so often; the end
 
 
 def test_tensorboard_events(tmp_path):
