@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.autodiff.emitter import FLOATS
+from onnxamp.autodiff.provenance import looks_learned, noted
 
 # Positions that hold parameters: weights and biases of heavy operators, scales and biases of normalizations, tables.
 _SLOTS: dict[tuple[str, str], dict[int, str]] = {
@@ -67,6 +68,13 @@ _PASSED = frozenset({"Identity", "Transpose", "Reshape", "Cast", "Unsqueeze", "S
 # What exporters reorder the gates of recurrent weights with.
 _REGROUPED = frozenset({"Slice", "Concat"})
 _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+# Places that hold parameters and constants alike: the numbers must tell.
+_PLACES = frozenset({"position table", "token"})
+# What such a tensor may also pass: cut to the length of the sample, repeated for each sample.
+_FITTED = frozenset({"Slice", "Expand", "Tile"})
+BY_NUMBERS = "by its numbers"
+"""In the reason of a parameter that is one by its place and its numbers."""
+
 # Below this number of elements equal content says nothing about ties.
 _TIE_ELEMENTS = 64
 
@@ -80,7 +88,7 @@ class Use:
         op: Its operator.
         position: Input of the node.
         role: ``weight``, ``bias``, ``scale``, ``slope``, ``table``; ``running mean``, ``running variance``, ``setting``;
-            or empty.
+            ``position table``, ``token``; or empty.
     """
 
     node: str
@@ -145,7 +153,9 @@ def classify(model: ir.Model) -> Parameters:
     Trainable are those that reach a parameter slot (weights and biases of heavy operators and normalizations, PRelu,
     Gather data) through Identity, Transpose, Reshape or Cast, the last-axis biases of Add, and the last-axis scales of a
     normalization that is written out (Mul of x / √v). Weights of recurrent operators may also pass Slice and Concat, with
-    which exporters reorder their gates. Initializers of subgraphs are constants.
+    which exporters reorder their gates. Tables that Add adds to every sample alike (positions) and vectors that Concat puts in
+    front (class tokens) are trainable if their numbers look learned (`provenance`). What the exporter itself notes (PyTorch with
+    `dynamo=True`) goes before all of it. Initializers of subgraphs are constants.
     """
     classes: dict[str, list[Parameter]] = {"trainable": [], "unsure": [], "frozen": [], "buffers": []}
     tied: dict[str, tuple[str, ...]] = {}
@@ -156,6 +166,11 @@ def classify(model: ir.Model) -> Parameters:
         uses = tuple(dict.fromkeys(_uses(value)))
         shape = tuple(int(size) for size in tensor.shape.numpy())
         kind, reason = ("frozen", "no elements") if 0 in shape else _class(uses)
+        if kind in ("trainable", "unsure") and (parameter := noted(value)) is not None:
+            kind = "trainable" if parameter else "frozen"
+            reason = f"{reason}, {'a parameter' if parameter else 'no parameter'} in PyTorch"
+        elif kind == "unsure" and (role := _placed(uses)) and looks_learned(tensor.numpy()):
+            kind, reason = "trainable", f"{role} of {uses[0].op}, {BY_NUMBERS}"
         classes[kind].append(Parameter(str(value.name), tensor.dtype, shape, uses, reason))
         nodes = tuple(dict.fromkeys(use.node for use in uses))
         if kind == "trainable" and len(nodes) > 1:
@@ -181,8 +196,14 @@ def _class(uses: tuple[Use, ...]) -> tuple[str, str]:
         return "buffers", roles[0]
     if all(role.startswith("running") or role == "setting" for role in roles):
         return "frozen", f"setting of {uses[0].op}"
-    first = next(use for use in uses if not use.role)
+    first = next(use for use in uses if not use.role or use.role in _PLACES)
     return "unsure", f"operand of {first.op}"
+
+
+def _placed(uses: tuple[Use, ...]) -> str:
+    """What a tensor may be by the place of its uses, if its numbers agree; empty if they all say nothing."""
+    roles = {use.role for use in uses}
+    return roles.pop() if len(roles) == 1 and roles <= _PLACES else ""
 
 
 def _uses(value: ir.Value) -> Iterator[Use]:
@@ -193,6 +214,11 @@ def _uses(value: ir.Value) -> Iterator[Use]:
         if node.domain == "" and node.op_type in _REGROUPED:
             uses = list(_uses(node.outputs[0]))
             if uses and all(use.op in _RECURRENT and use.role for use in uses):
+                yield from uses
+                continue
+        if node.domain == "" and node.op_type in _FITTED and position == 0:
+            uses = list(_uses(node.outputs[0]))
+            if uses and all(use.role in _PLACES for use in uses):
                 yield from uses
                 continue
         role = _role(node, position, value)
@@ -213,7 +239,37 @@ def _role(node: ir.Node, position: int, value: ir.Value) -> str:
         return "bias"
     if key == ("", "Mul") and _is_last_axis(node, value) and _is_normalized(node.inputs[1 - position]):
         return "scale"
+    if key == ("", "Add") and _is_table(node, value):
+        return "position table"
+    if key == ("", "Concat") and any(_is_activation(other) for other in node.inputs):
+        return "token"
     return ""
+
+
+def _is_table(node: ir.Node, value: ir.Value) -> bool:
+    """Whether `value` has several axes of the result of an Add, and is the same for every sample."""
+    result = node.outputs[0].shape
+    if value.shape is None or result is None or len(value.shape) > len(result):
+        return False
+    axes = list(zip(reversed(list(value.shape)), reversed(list(result)), strict=False))
+    own = [size for size, whole in axes if size != 1 and size == whole]
+    alike = len(value.shape) < len(result) or any(size == 1 and whole != 1 for size, whole in axes)
+    return len(own) > 1 and alike and all(size in (1, whole) for size, whole in axes)
+
+
+def _is_activation(value: ir.Value | None) -> bool:
+    """Whether a value depends on an input of the model."""
+    waiting, seen = [value], set()
+    while waiting:
+        source = waiting.pop()
+        if source is None or source in seen:
+            continue
+        seen.add(source)
+        if source.is_graph_input() and not source.is_initializer():
+            return True
+        if (node := source.producer()) is not None and node.op_type not in ("Shape", "Size"):
+            waiting += node.inputs
+    return False
 
 
 def _is_last_axis(node: ir.Node, value: ir.Value) -> bool:

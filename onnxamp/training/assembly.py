@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxamp import conversion
-from onnxamp.autodiff.parameters import Parameters, classify
+from onnxamp.autodiff.parameters import BY_NUMBERS, Parameters, classify
 from onnxamp.dtypes import low_type
 from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model import io
@@ -281,6 +281,12 @@ def _notes(found: Parameters, grad: GradGraph, frozen: Mapping[str, str], unreac
         notes.append(
             f"{len(unsure)} {tensors} not trained: {_few(unsure)} (--trainable {unsure[0]} trains it; `onnxamp check` "
             "lists all)."
+        )
+    trained = {entry.name for entry in grad.entries}
+    if placed := [p.name for p in found.trainable if p.reason.endswith(BY_NUMBERS) and p.name in trained]:
+        notes.append(
+            f"{len(placed)} float tensors are in a parameter's place, look learned, and train: {_few(placed)} (--frozen "
+            f"{placed[0]} keeps it as it is)."
         )
     if unreached:
         notes.append(f"{len(unreached)} parameters do not reach the loss and stay as they are: {_few(unreached)}.")

@@ -210,3 +210,72 @@ def test_grad_command(tmp_path):
 @pytest.mark.parametrize(("text", "code"), [("a.onnx", 2), ("", 2)])
 def test_missing_files(text, code):
     assert command("check", text)[0] == code
+
+
+def _sines(length=12, width=16, halves=False):
+    """The table of "Attention is all you need"."""
+    angle = np.arange(length)[:, None] / 10000 ** (np.arange(0, width, 2) / width)
+    if halves:
+        return np.concatenate([np.sin(angle), np.cos(angle)], 1)
+    return np.stack([np.sin(angle), np.cos(angle)], 2).reshape(length, width)
+
+
+RNG = np.random.default_rng(0)
+TABLES = {
+    "drawn": (RNG.standard_normal((12, 16)), True),
+    "small": (1e-4 * RNG.standard_normal((12, 16)), True),
+    "trained sines": (_sines() + 0.05 * RNG.standard_normal((12, 16)), True),
+    "sines": (_sines(), False),
+    "sines, scaled": (0.25 * _sines(), False),
+    "sines, halves": (_sines(halves=True), False),
+    "sines, two axes": (np.concatenate([_sines(12, 8, True)[RNG.permutation(12)] for _ in range(2)], 1), False),
+    "sines, a zero row": (np.concatenate([np.zeros((1, 16)), _sines(11)]), False),
+    "sines, in front": (_sines(16, 12).T, False),
+    "distances": (-0.5 * np.abs(np.subtract.outer(np.arange(12), np.arange(16))), False),
+    "mask": (np.where(np.tri(12, 16) > 0, 0, -1e9), False),
+    "zeros": (np.zeros((12, 16)), False),
+    "grid": (np.arange(12)[:, None] + np.zeros((12, 16)), False),
+    "infinite": (np.where(np.tri(12, 16) > 0, RNG.standard_normal((12, 16)), -np.inf), False),
+}
+
+
+@pytest.mark.parametrize(("table", "learned"), TABLES.values(), ids=TABLES)
+def test_a_table_of_positions_is_a_parameter_by_its_numbers(table, learned):
+    text = "g (float[N, 12, 16] x) => (float[N, 12, 16] y) { y = Add(x, table) }"
+    model = ir.from_proto(with_weights(parse(text), table=table.astype(np.float32)))
+    infer(model)
+    found = classify(model)
+    assert [p.name for p in (found.trainable if learned else found.unsure)] == ["table"]
+
+
+def test_a_table_of_positions_may_be_cut_to_the_sample():
+    text = """g (float[N, 12, 16] x) => (float[N, 12, 16] y)
+        { cut = Slice(table, zero, length, one) y = Add(x, cut) }"""
+    cut = {"zero": np.array([0]), "length": np.array([12]), "one": np.array([1])}
+    model = ir.from_proto(with_weights(parse(text), table=(1, 14, 16), **cut))
+    infer(model)
+    assert [p.reason for p in classify(model).trainable] == ["position table of Add, by its numbers"]
+
+
+@pytest.mark.parametrize(("kind", "want"), [("PARAMETER", "trainable"), ("BUFFER", "frozen"), (None, "unsure")])
+@pytest.mark.parametrize("op", ["Mul", "MatMul"])
+def test_what_the_exporter_notes_decides(kind, want, op):
+    text = f"g (float[3, 4] x) => (float[3, 4] y) {{ y = {op}(x, w) }}"
+    model = ir.from_proto(with_weights(parse(text), w=(4, 4) if op == "MatMul" else (3, 1)))
+    if kind is not None:
+        name = "pkg.torch.export.graph_signature.InputSpec.kind"
+        model.graph.initializers["w"].metadata_props[name] = kind
+    infer(model)
+    found = classify(model)
+    want = "trainable" if op == "MatMul" and kind is None else want
+    assert [p.name for p in getattr(found, want)] == ["w"]
+
+
+def test_a_token_in_front_is_a_parameter_by_its_numbers():
+    text = """g (float[N, 6, 8] x, int64[3] shape) => (float[N, 7, 8] y)
+        { each = Expand(token, shape) y = Concat<axis=1>(each, x) }"""
+    model = ir.from_proto(with_weights(parse(text), token=(1, 1, 8)))
+    infer(model)
+    assert [(p.name, p.reason) for p in classify(model).trainable] == [("token", "token of Concat, by its numbers")]
+    model.graph.initializers["token"].const_value = ir.tensor(np.zeros((1, 1, 8), np.float32), name="token")
+    assert [p.name for p in classify(model).unsure] == ["token"]

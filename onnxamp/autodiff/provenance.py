@@ -1,0 +1,53 @@
+"""Whether a float tensor was learned: what its exporter notes, and what its numbers look like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+# PyTorch's exporter (`dynamo=True`) notes what a tensor was in the module: PARAMETER, BUFFER or CONSTANT_TENSOR
+# (torch.export.graph_signature.InputKind).
+_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+# The part of a learned tensor's numbers that are different from each other: drawn or trained ones hardly ever meet.
+_DIFFERENT = 0.9
+# How far points of one circle may be from it: tables of sines are stored in FP32 or FP16.
+_CIRCLE = 2e-3
+
+
+def noted(value: ir.Value) -> bool | None:
+    """Whether the exporter notes an initializer as a parameter; None if it notes nothing."""
+    kind = value.metadata_props.get(_KIND)
+    return None if kind is None else kind == "PARAMETER"
+
+
+def looks_learned(array: NDArray[Any]) -> bool:
+    """Whether the numbers look drawn or trained, and not made by a formula.
+
+    Masks, grids, distances, zeros and ones repeat few numbers; tables of sines and cosines hold points of one circle.
+    """
+    values = np.asarray(array, np.float64)
+    if values.size < 2 or not np.isfinite(values).all():
+        return False
+    return bool(len(np.unique(values)) >= _DIFFERENT * values.size and not _is_waves(values))
+
+
+def _is_waves(values: NDArray[np.float64]) -> bool:
+    """Whether along some axis neighbours, halves, or halves of halves are sine and cosine of something."""
+    for sums in _pairs(values):
+        drawn = sums[sums > 0]  # a row of zeros in front is left out
+        if drawn.size and (np.abs(drawn / np.median(drawn) - 1) <= _CIRCLE).mean() >= _DIFFERENT:
+            return True
+    return False
+
+
+def _pairs(values: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
+    """Sums of squares of what may be sine and cosine."""
+    for axis, size in enumerate(values.shape):
+        table = np.moveaxis(values, axis, -1)
+        for distance in {1, size // 2, size // 4} - {0}:
+            if size % (2 * distance) == 0:
+                yield (table.reshape(*table.shape[:-1], -1, 2, distance) ** 2).sum(-2)
