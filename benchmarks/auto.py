@@ -18,6 +18,7 @@ import io
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -79,20 +80,23 @@ def accepts(options: argparse.Namespace, dtype: str, reference: list, candidate:
 
 
 def judged(reference: str, path: str, inputs: str) -> dict:
-    """Of a result, whoever made it: nodes in 16 bits, bytes that one run moves, and the worst cosine under strict emulation."""
+    """Of a result, whoever made it: nodes in 16 bits, bytes of one run, worst cosine under strict emulation, and whether it runs."""
     import counter
     import judge
 
     from onnxamp import verify
+    from onnxamp.model.preparation import prepared
+    from onnxamp.model.traffic import Traffic
+    from onnxamp.model.units import type_graph
 
-    found = verify(reference, path, inputs, check_file=False)
+    found = verify(reference, path, inputs)
     source = judge.inferred(onnx.load(reference))
     try:
         moved = counter.moved_bytes(onnx.load(path), source, counter.observe(source, feeds_of(source, inputs)))
     except (AssertionError, KeyError, ValueError):  # the counter knows values by the source's names
-        moved = None
+        moved = Traffic(type_graph(prepared(path)), {}).bytes(lambda unit: unit.dtype)
     strict = min((output.worst.cosine if not output.worst.nonfinite else 0.0 for output in found.outputs), default=1.0)
-    return {"low": low_nodes(path), "bytes": moved, "strict": strict}
+    return {"low": low_nodes(path), "bytes": moved, "strict": strict, "problems": list(found.problems)}
 
 
 def feeds_of(model: onnx.ModelProto, inputs: str) -> dict:
@@ -142,10 +146,17 @@ def peer(path: str, inputs: str, out: str, options: argparse.Namespace) -> dict:
         auto_mixed_precision.get_tensor_values_using_ort = lambda candidate, sample, wanted=None, settings=None: (
             emulated(candidate, sample) if wanted is None else plain(candidate, sample, wanted, settings)
         )
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"stopped after {options.limit:.0f} s and {count - 1} evaluations")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, options.limit)
     start, processor = time.perf_counter(), time.process_time()
     with contextlib.redirect_stdout(io.StringIO()):
         found = auto_mixed_precision.auto_convert_mixed_precision(model, feeds, good, keep_io_types=True)
     row = {"seconds": time.perf_counter() - start, "processor": time.process_time() - processor}
+    signal.setitimer(signal.ITIMER_REAL, 0)
     row["evaluations"] = count - 1  # the first compares the reference with itself
     onnx.save(found, out)
     return row
@@ -189,10 +200,16 @@ def in_process(python: str, what: str, path: str, inputs: str, dtype: str, optio
     with tempfile.TemporaryDirectory() as scratch:
         out = os.path.join(scratch, "out.onnx")
         command = [python, "-W", "ignore", __file__, "--what", what, "--dtypes", dtype, "--inputs", inputs, path]
-        command += ["--out", out, *(["--cosine", str(options.cosine)] if options.cosine is not None else [])]
+        command += [
+            "--out",
+            out,
+            "--limit",
+            str(options.limit),
+            *(["--cosine", str(options.cosine)] if options.cosine is not None else []),
+        ]
         command += [*(["--allclose", options.allclose] if options.allclose else []), *["--strict"] * options.strict]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=options.limit)
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=options.limit + 60)
             row = json.loads(done.stdout.splitlines()[-1])
         except subprocess.TimeoutExpired:
             return {"error": f"stopped after {options.limit:.0f} s"}
@@ -263,8 +280,9 @@ def table(log: pathlib.Path) -> str:
             continue
         left, cells = "{}/{}".format(*own["low"]), [row.get("error", "")] + [""] * 4
         if "error" not in row:
-            cells = ["{}/{}".format(*row["low"]), str(row["evaluations"]), f"{row['processor']:.1f}",
-                     f"{row['bytes'] / own['bytes']:.3f}" if row["bytes"] and own["bytes"] else "", f"{row['strict']:.8f}"]  # fmt: skip
+            ratio = f"{row['bytes'] / own['bytes']:.3f}"
+            low = "{}/{}".format(*row["low"]) + " (does not run)" * bool(row["problems"])
+            cells = [low, str(row["evaluations"]), f"{row['processor']:.1f}", ratio, f"{row['strict']:.8f}"]
         lines.append(
             f"| {row['model']} | {left} | {cells[0]} | {own['evaluations']} | {cells[1]} | "
             f"{own['processor']:.1f} | {cells[2]} | {cells[3]} | {own['strict']:.8f} | {cells[4]} |"

@@ -108,14 +108,14 @@ def run(
     max_evals: int,
     dim: Mapping[str, int],
 ) -> SearchResult:
-    """Search with a line for each evaluation in the progress, and write policy file and page."""
+    """Search, with a step of the progress for each evaluation, and write policy file and page."""
     from onnxamp import console
     from onnxamp.commands._options import write_text
     from onnxamp.evidence.search import search
     from onnxamp.policy.file import policy_text
 
     policy, page, journal = beside(path)
-    with console.progress(f"searching {model}"):
+    with console.progress(f"searching {model}", max_evals) as advance:
         found = search(
             model,
             options,
@@ -126,6 +126,7 @@ def run(
             least=wanted.least,
             dim=_known(model, dim),
             journal=journal,
+            on_trial=lambda trial: advance(),
         )
     head = [
         f"level {options.level}, {options.dtype}, target {options.target}: what differs from the level's own decisions",
@@ -163,9 +164,14 @@ def verdict(found: SearchResult) -> str:
         alone = f"; infeasible with all of O2's weights in 16 bits: rounding them alone gives {found.weights.result.missed[0]}"
     if not found.feasible:
         return f"infeasible: the nearest plan of {evaluations} has {best.result.missed[0]} ({figures}){alone}"
+    turned = [
+        f"{len(names)} node{'s' * (len(names) != 1)} {what}"
+        for what, names in (("raised", best.raised), ("lowered", best.lowered))
+        if names
+    ]
     return (
         f"met with {figures} in {evaluations}; {100 * best.share:.1f}% of the work in 16 bits, O2 alone "
-        f"{100 * first.share:.1f}%; {len(best.raised)} nodes raised, {len(best.lowered)} lowered{alone}"
+        f"{100 * first.share:.1f}%; {' and '.join(turned) or 'nothing to change'}{alone}"
     )
 
 
@@ -174,8 +180,10 @@ def remaining(found: SearchResult) -> str:
     if not found.remaining:
         return ""
     count = sum(found.remaining.values())
-    reasons = ", ".join(f"{number} {reason}" for reason, number in found.remaining.items())
-    return f"{count} node" + "s" * (count != 1) + f": {reasons}"
+    nodes = f"{count} node" + "s" * (count != 1)
+    if len(found.remaining) == 1:
+        return f"{nodes} that {next(iter(found.remaining))}"
+    return f"{nodes}: " + ", ".join(f"{number} {reason}" for reason, number in found.remaining.items())
 
 
 def to_dict(found: SearchResult, path: str) -> dict[str, Any]:
@@ -225,6 +233,8 @@ def rows(found: SearchResult, path: str) -> list[tuple[str, str]]:
 
 def page_of(model: str, found: SearchResult, wanted: Asked) -> str:
     """The page: error against share of 16-bit work, every evaluation, and the nodes that rounding hurts most."""
+    from onnxamp.console import size
+    from onnxamp.evidence.tolerance import Tolerance
     from onnxamp.report import Figures, LinePlot, Note, Section, Series, Table, page
 
     first, best = found.trials[0], found.best
@@ -237,19 +247,25 @@ def page_of(model: str, found: SearchResult, wanted: Asked) -> str:
         )
         if group
     ]
-    bounds = ", ".join(f"{name} {value:g}" for name, value in wanted.tolerance.to_dict().items() if value is not None)
-    bounds += f", metric {wanted.least:g}" if wanted.metric is not None else ""
+    asked = wanted.tolerance.to_dict().items() - Tolerance().to_dict().items()
+    bounds = [f"{name} {'≥' if name in ('cosine', 'snr', 'top1') else '≤'} {value:g}" for name, value in sorted(asked)]
+    bounds += [f"metric ≥ {wanted.least:g}"] if wanted.metric is not None else []
+    outcome = verdict(found)
     sections: list[Section] = [
         Figures(
             [
                 ("16-bit work", f"{100 * best.share:.1f}%", f"O2 alone {100 * first.share:.1f}%"),
                 ("cosine", f"{best.result.worst.cosine:.6f}", f"O2 alone {first.result.worst.cosine:.6f}"),
-                ("evaluations", str(len(found.trials)), found.data),
-                ("tolerance", bounds, "met" if found.feasible else "infeasible"),
+                ("evaluations", str(len(found.trials)), f"on {pathlib.PurePath(found.data).name}"),
+                ("tolerance", ", ".join(bounds), "met" if found.feasible else "infeasible"),
             ]
         ),
         Note(
-            [verdict(found), *([f"In fp32 stay {text}."] if (text := remaining(found)) else ()), *found.notes],
+            [
+                f"{outcome[0].upper()}{outcome[1:]}.",
+                *([f"In fp32 stay {text}."] if (text := remaining(found)) else ()),
+                *found.notes,
+            ],
             tone="good" if found.feasible else "bad",
         ),
     ]
@@ -269,7 +285,8 @@ def page_of(model: str, found: SearchResult, wanted: Asked) -> str:
             trial.step,
             "met" if trial.passed else "; ".join(trial.result.missed),
             round(100 * trial.share, 2),
-            _finite(trial.result.worst.cosine),
+            size(trial.traffic),
+            f"{trial.result.worst.cosine:.7f}",
             _finite(trial.result.worst.snr),
             _finite(trial.result.worst.max_rel),
             len(trial.raised),
@@ -277,7 +294,7 @@ def page_of(model: str, found: SearchResult, wanted: Asked) -> str:
         ]
         for trial in found.trials
     ]
-    columns = ["step", "verdict", "16-bit %", "cosine", "SNR dB", "max rel", "raised", "lowered"]
+    columns = ["step", "verdict", "16-bit %", "traffic", "cosine", "SNR dB", "max rel", "raised", "lowered"]
     sections.append(Table("Evaluations", columns, cells))
     raised, lowered = set(best.raised), set(best.lowered)
     sensitive = [

@@ -320,13 +320,17 @@ def calibration_rows(calibration: Calibration, plan: Plan) -> list[tuple[str, st
     from onnxamp.console import number
 
     raised = _raised(calibration, plan)
-    rows = [
-        (
-            "calibrated",
-            f"{calibration.samples} samples from {calibration.source}; {len(raised)} values above {number(calibration.limit)} stay fp32",
-        )
-    ]
-    rows += [("", f"{row.value} reaches {number(row.absmax)}") for row in raised[:5]]
+    count = f"{calibration.samples} sample" + "s" * (calibration.samples != 1)
+    source = calibration.source if calibration.made_up else f"{count} from {calibration.source}"
+    limit = f"{number(calibration.limit)}, the largest {calibration.dtype} number / {calibration.headroom:g}"
+    stay = (
+        f"{len(raised)} value{'s stay' if len(raised) != 1 else ' stays'} fp32: above"
+        if raised
+        else "no value is above"
+    )
+    rows = [("calibrated", f"{source}; {stay} {limit}")]
+    rows += [("", f"{row.value} of {row.op or 'input'} {row.node} reaches {number(row.absmax)}") for row in raised[:5]]
+    rows += [("", f"and {len(raised) - 5} more")] if len(raised) > 5 else []
     rows += [("warning", text) for text in calibration.warnings()]
     return rows
 

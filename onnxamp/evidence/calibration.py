@@ -68,7 +68,7 @@ class Calibration:
         result = []
         if self.made_up:
             result.append(
-                f"The ranges come from {self.source}: a value that grows only on real data is not seen. Give real samples."
+                "The samples are made up: a value that grows only on real data is not seen. Give real samples."
             )
         if self.unseen:
             result.append(

@@ -2,10 +2,8 @@
 
 1. Evaluate the plan of level O2. An evaluation converts, emulates strictly, runs every sample and compares all outputs.
 2. One instrumented run ranks the nodes (`onnxamp.evidence.sensitivity`).
-3. If O2 misses the tolerance, raise nodes to fp32 in the order of their scores, as many as the scores say, then twice as many and so on
-   until it is met; then look between what failed and what passed for the fewest.
-4. Lower what the tolerance allows: raised nodes that were not needed, then nodes that rules keep in fp32. They are set free all at once,
-   and the minimum cut takes those that save traffic; if that misses the tolerance, a half at a time, the least sensitive first.
+3. Level and numerical rules let go of all nodes that do not overflow, and the minimum cut takes the plan of least traffic. If that misses
+   the tolerance, the scores are weighed against traffic in the cut, more or less, until it is just met (`onnxamp.evidence.frontier`).
 
 Everything is deterministic, and each evaluation is written to a journal at once: an interrupted search that is started again reads what it
 knows and goes on to the same result.
@@ -17,12 +15,14 @@ import collections
 import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from onnxamp.conversion import ConvertResult, convert_with
 from onnxamp.errors import AmpError, UsageError
 from onnxamp.evidence.evaluation import Evaluator, Trial
+from onnxamp.evidence.frontier import Frontier, Point
 from onnxamp.evidence.inputs import Data
 from onnxamp.evidence.journal import Journal
 from onnxamp.evidence.sampling import Model
@@ -38,6 +38,10 @@ from onnxamp.policy.user import label
 
 Score = Callable[[Sequence[Mapping[str, Any]]], float]
 
+# A plan that fails with no less of the traffic than this is no reason to search on.
+_NEAR = 0.995
+# Evaluations for what lies between two plans of the frontier.
+_REFINEMENTS = 8
 # Why a node stays fp32 in the plan that is chosen.
 RAISED = "were raised to meet the tolerance"
 COSTLY = "would cost more bytes in Casts than 16 bits save"
@@ -165,17 +169,12 @@ class _Search:
         self.why: dict[str, str] = {}
 
     def run(self) -> SearchResult:
-        """Raise, then lower."""
+        """O2 first, then what is better."""
         base = self.trial("O2", (), ())
         assert base is not None
         self.rank()
-        best, weights = base, None
-        if not base.passed:
-            weights = self.weights()
-            best = self.raised(base)
-        if best.passed:
-            best = self.reverted(best)
-            best = self.lowered(best)
+        weights = None if base.passed else self.weights()
+        best = self.choose(base)
         options = self.space.options_of(best.raised, best.lowered)
         result = convert_with(self.source, options)
         self.book.close()
@@ -197,7 +196,7 @@ class _Search:
         try:
             self.found = sensitivities(self.space.all_low, self.evaluator.samples, self.evaluator.config)
         except AmpError as problem:
-            self.notes.append(f"The instrumented run failed, so that nodes are taken in graph order: {problem}")
+            self.notes.append(f"The instrumented run failed, so that all nodes count alike: {problem}")
 
     def score(self, name: str) -> float:
         """The sensitivity of a node; 0 where it is not known."""
@@ -234,89 +233,101 @@ class _Search:
         self.on_trial(trial)
         return trial
 
-    def raised(self, base: Trial) -> Trial:
-        """The trial with the fewest first nodes of the ranking in fp32 that passes; the nearest one if none does."""
-        order = sorted(self.space.raisable(), key=lambda name: -self.score(name))
-        forecast = _Forecast([self.score(name) for name in order], self.evaluator.tolerance.noise)
-        failing, best = 0, base
-        step = forecast.enough(0, base.result.error) or max(1, sum(math.isinf(self.score(name)) for name in order))
-        while True:
-            size = min(step, len(order))
-            trial = self.trial(f"raise {_nodes(size)}", tuple(order[:size]), ())
-            if trial is None:
-                return best
-            if trial.passed:
-                best = trial
-                break
-            failing = size
-            if trial.result.error < best.result.error:
-                best = trial
-            if size == len(order):
-                return best
-            # The last evaluations go to what is sure to be the most that raising can do.
-            expected = forecast.enough(size, trial.result.error)
-            step = max(2 * size, expected or 4 * size) if self.left > 2 else len(order)
-        for turn in itertools.count():
-            if size - failing <= 1:
-                break
-            middle = (failing + size) // 2
-            if turn % 2 == 0 and (expected := forecast.enough(size, best.result.error)):
-                middle = min(max(expected, failing + 1), size - 1)
-            trial = self.trial(f"raise {_nodes(middle)}", tuple(order[:middle]), ())
-            if trial is None:
-                break
-            if trial.passed:
-                best, size = trial, middle
-            else:
-                failing = middle
-        return best
+    def noise(self) -> dict[str, float]:
+        """The scores of the nodes that may be turned; what overflows in 16 bits, or no sample ran, stays as rules have it.
 
-    def reverted(self, best: Trial) -> Trial:
-        """Take back raised nodes that were not needed, the least sensitive first, with half of what is left."""
-        reserve = self.left // 2
-        pending = [sorted(best.raised, key=self.score)]
-        while pending and self.left > reserve:
-            chunk = pending.pop()
-            rest = tuple(name for name in best.raised if name not in set(chunk))
-            trial = self.trial(f"take back {_nodes(len(chunk))}", rest, best.lowered)
-            if trial is not None and trial.passed and trial.traffic <= best.traffic:
-                best = trial
-                continue
-            pending += _halves(chunk)
-        return best
-
-    def lowered(self, best: Trial) -> Trial:
-        """Set free what rules keep in fp32, as much as passes; what overflows, or what no sample ran, stays as rules have it."""
-        for name in self.space.lowerable:
+        Nodes that the instrumented run could not measure count as much as the middle one of the others.
+        """
+        result = {}
+        known = [item.score for item in self.found.values() if math.isfinite(item.score)]
+        middle = statistics.median(known) if known else 1.0
+        for name in (*self.space.raisable, *self.space.lowerable):
             item = self.found.get(name)
-            if item is not None and not item.seen:
-                self.why[name] = UNSEEN
-            elif item is not None and math.isinf(item.score):
-                self.why[name] = OVERFLOWS
-        able = [name for name in self.space.lowerable if name not in self.why]
-        # The more is free, the more the cut takes: what it leaves now, it leaves in every part.
-        saving = self.space.lowest(best.raised, set(able)) if able else ()
-        groups = sorted(self.space.connected(set(saving)), key=lambda group: max(map(self.score, group)))
-        free = set(able) - set(saving)
-        pending = [groups] if groups else []
-        while pending and self.left:
-            chunk = pending.pop()
-            wanted = free.union(*chunk)
-            names = self.space.lowest(best.raised, wanted)
-            if names == best.lowered:
-                free = wanted
-                continue
-            trial = self.trial(f"lower {_nodes(len(names))}", best.raised, names)
-            if trial is not None and trial.passed and trial.traffic < best.traffic:
-                best, free = trial, wanted
-            elif len(chunk) > 1:
-                pending += _halves(chunk)
-            else:  # the nodes of one group, after all other groups
-                parts = _halves(sorted(chunk[0], key=self.score))
-                pending[:0] = [[tuple(part)] for part in parts]
-        self.why |= dict.fromkeys(able, MISSES) | dict.fromkeys(free, COSTLY)
-        self.why |= {name: UNTRIED for chunk in pending for group in chunk for name in group}
+            if name in self.space.lowerable and item is not None and not (item.seen and math.isfinite(item.score)):
+                self.why[name] = OVERFLOWS if item.seen else UNSEEN
+            else:
+                result[name] = item.score if item is not None else middle
+        return result
+
+    def choose(self, base: Trial) -> Trial:
+        """The trial of least traffic that passes, on the frontier from no regard to noise to regard to nothing else.
+
+        If none passes, the nearest one.
+        """
+        noise = self.noise()
+        frontier = Frontier(self.space, noise)
+        best = base
+        noisy = frontier.at(0.0)  # fails, or is not known to pass
+        quiet = frontier.at(math.inf)  # passes, or moves no less than what passes, or is not known
+        point: Point | None = noisy
+        if not base.passed:  # nor does what has more noise
+            start = Point(0.0, (), (), math.fsum(filter(math.isfinite, map(noise.get, self.space.raisable))))
+            point = frontier.between(noisy, quiet, self.aim(start, base.result.error, noisy, quiet, 0)) or quiet
+        for turn in itertools.count(1):
+            if point is None or not self.left:
+                break
+            plan = self.space.plan(point.raised, point.lowered)
+            trial = None
+            if plan is not None and best.passed and plan.traffic.result >= best.traffic:
+                quiet = point
+            else:
+                trial = self.trial(_step(point.raised, point.lowered), point.raised, point.lowered)
+                if trial is not None and trial.passed:
+                    best, quiet = trial, point
+                else:
+                    noisy = point
+                    if trial is not None and not best.passed and trial.result.error < best.result.error:
+                        best = trial
+            if quiet.weight == 0 or math.isinf(noisy.weight) or _near(best, self.space, noisy):
+                break
+            error = trial.result.error if trial is not None else math.nan
+            point = frontier.between(noisy, quiet, self.aim(point, error, noisy, quiet, turn))
+            if not best.passed and (point is None or self.left == 1):
+                point = quiet
+        if best.passed and not _near(best, self.space, noisy):
+            best = self.refined(best, noisy, noise)
+        self.explain(best, noise)
         return best
+
+    def refined(self, best: Trial, noisy: Point, noise: Mapping[str, float]) -> Trial:
+        """Go from what passes towards the next plan of the frontier, which fails: by halves of the nodes in which they differ, then less.
+
+        The quietest come first. In a small model, plans of the frontier lie far apart.
+        """
+        apart = [name for name in best.raised if name not in noisy.raised]
+        apart += [name for name in noisy.lowered if name not in best.lowered]
+        pending = _halves(sorted(apart, key=lambda name: noise.get(name, 0.0)))
+        reserve = max(0, self.left - _REFINEMENTS)
+        while pending and self.left > reserve:
+            chunk = set(pending.pop())
+            raised = tuple(name for name in best.raised if name not in chunk)
+            lowered = self.space.ordered([*best.lowered, *(name for name in self.space.lowerable if name in chunk)])
+            plan = self.space.plan(raised, lowered)
+            if plan is not None and plan.traffic.result < best.traffic:
+                trial = self.trial(_step(raised, lowered), raised, lowered)
+                if trial is not None and trial.passed:
+                    best = trial
+                    continue
+            pending += _halves(sorted(chunk, key=lambda name: (noise.get(name, 0.0), name)))
+        return best
+
+    def aim(self, point: Point, error: float, noisy: Point, quiet: Point, turn: int) -> float:
+        """How much noise to try next: what the tolerance allows if error goes with noise, every other time the middle."""
+        limit = self.evaluator.tolerance.noise
+        if math.isinf(error) and point.weight == 0:  # first without what overflows
+            return noisy.noise
+        if limit is not None and error > 0 and turn % 2 == 0:
+            allowed = point.noise * limit / error
+            if quiet.noise < allowed < noisy.noise:
+                return allowed
+        return math.sqrt(quiet.noise * noisy.noise) if quiet.noise else min(point.noise, noisy.noise) / 4
+
+    def explain(self, best: Trial, noise: Mapping[str, float]) -> None:
+        """Note why nodes are not lowered: the plan without regard to noise lowers what saves traffic at all."""
+        saving = set(self.space.cheapest(noise, 0.0)[1])
+        for name in self.space.lowerable:
+            if name in noise and name not in best.lowered:
+                self.why[name] = COSTLY if name not in saving else MISSES if self.left else UNTRIED
 
     def remaining(self, plan: Plan, raised: set[str]) -> dict[str, int]:
         """How many nodes are fp32 in a plan, by reason."""
@@ -340,34 +351,23 @@ class _Search:
         return dict(count.most_common())
 
 
-class _Forecast:
-    """How many nodes to raise, from the scores: the error goes with the sum of the scores of those that stay 16-bit.
-
-    Args:
-        scores: Of the nodes in the order in which they are raised.
-        limit: The noise-to-signal ratio that the tolerance allows; None if it does not say.
-    """
-
-    def __init__(self, scores: Sequence[float], limit: float | None) -> None:
-        self.limit = limit
-        self.rest = [0.0]
-        for score in reversed(scores):
-            self.rest.append(self.rest[-1] + score)
-        self.rest.reverse()
-
-    def enough(self, size: int, error: float) -> int:
-        """The fewest that meet the tolerance if `size` have this error; 0 if there is no telling."""
-        if self.limit is None or not all(math.isfinite(number) and number > 0 for number in (self.rest[size], error)):
-            return 0
-        scale = error / self.rest[size]
-        return next((count for count, rest in enumerate(self.rest) if rest * scale <= self.limit), len(self.rest) - 1)
+def _near(best: Trial, space: Space, noisy: Point) -> bool:
+    """Whether a plan that passes is found, and one that fails saves hardly more."""
+    plan = space.plan(noisy.raised, noisy.lowered)
+    return best.passed and plan is not None and plan.traffic.result > _NEAR * best.traffic
 
 
-def _nodes(count: int) -> str:
-    return f"{count} node" + "s" * (count != 1)
+def _step(raised: Sequence[str], lowered: Sequence[str]) -> str:
+    """A plan in words."""
+    parts = [
+        f"{what} {len(names)} node{'s' * (len(names) != 1)}"
+        for what, names in (("raise", raised), ("lower", lowered))
+        if names
+    ]
+    return ", ".join(parts) or "O2"
 
 
-def _halves(chunk: list[Any]) -> list[list[Any]]:
+def _halves(chunk: list[str]) -> list[list[str]]:
     """Both halves of a chunk, the first one last, so that it is taken next; none of a single element."""
     middle = len(chunk) // 2
     return [chunk[middle:], chunk[:middle]] if middle else []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Iterable, Mapping
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxamp.dtypes import BY_IR
@@ -14,6 +16,7 @@ from onnxamp.model.traffic import Traffic
 from onnxamp.model.units import TypeGraph
 from onnxamp.passes.emulate import moves_data
 from onnxamp.policy import codes
+from onnxamp.policy.operators import Kind, operator
 from onnxamp.policy.options import Options
 from onnxamp.policy.plan import Plan, make_plan
 from onnxamp.policy.raising import plan_at_best_opset
@@ -24,6 +27,8 @@ _RAISABLE = frozenset({codes.HEAVY, codes.CUT_LOW, codes.TIED})
 LOWERABLE = frozenset(
     value for name, value in vars(codes).items() if name.isupper() and str(value).startswith("AMP1")
 ) - {codes.USER_ISLAND}
+# In traffic of the node: what 16 bits are worth to a heavy node beside its own bytes.
+_HEAVY_BONUS = 3
 
 
 class Space:
@@ -33,6 +38,7 @@ class Space:
         options: Level O2, and what the user asked for.
         base: The plan of these.
         all_low: The plan of level O3: what may be 16-bit at all.
+        elements: What all nodes read and write.
     """
 
     def __init__(self, model: ir.Model, options: Options) -> None:
@@ -42,6 +48,10 @@ class Space:
         self.all_low = make_plan(self.graph, dataclasses.replace(options, level="O3"))
         self._traffic = Traffic(self.graph, dict(options.dim))
         self._position = {label(node): index for index, node in enumerate(self.graph.of)}
+        self._heavy = {label(node) for node in self.graph.of if operator(node).kind is Kind.HEAVY}
+        self._plans: dict[tuple[tuple[str, ...], tuple[str, ...]], Plan | None] = {}
+        self.elements = 1 + sum(self._traffic.of_unit.values())
+        self._decisive = 2 * (1 + _HEAVY_BONUS) * self.elements
 
     def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
         """Names, each once, in the order of the graph."""
@@ -53,19 +63,45 @@ class Space:
         entries.sort(key=lambda entry: self._position[entry[0]])
         return dataclasses.replace(self.options, policy=(*self.options.policy, *entries))
 
-    def plan(self, raised: Iterable[str], lowered: Iterable[str]) -> Plan | None:
+    def plan(self, raised: tuple[str, ...], lowered: tuple[str, ...]) -> Plan | None:
         """The plan for these; None if one of `lowered` is tied to a node that has to be fp32."""
-        try:
-            return make_plan(self.graph, self.options_of(raised, lowered))
-        except UsageError:
-            return None
+        if (raised, lowered) not in self._plans:
+            try:
+                self._plans[raised, lowered] = make_plan(self.graph, self.options_of(raised, lowered))
+            except UsageError:
+                self._plans[raised, lowered] = None
+        return self._plans[raised, lowered]
 
-    def lowest(self, raised: Iterable[str], free: Collection[str]) -> tuple[str, ...]:
-        """Those of `free` that are 16-bit in the plan of least traffic in which no numerical rule holds for them."""
-        plan = make_plan(self.graph, self.options_of(raised, ()), free=free)
-        return self.ordered(
-            label(node) for node, found in plan.nodes.items() if found.precision != "fp32" and label(node) in free
-        )
+    def cheapest(self, noise: Mapping[str, float], weight: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What to raise and what to lower for the least of traffic and noise together.
+
+        Minimum of ``traffic + weight · Σ noise of 16-bit nodes``, where a heavy node in fp32 counts as its traffic thrice more, as much as
+        Casts around it can cost: 16 bits speed up what it computes, too. One minimum cut finds it.
+
+        Args:
+            noise: What each node that may be turned would add in 16 bits; the others stay as they are.
+            weight: Elements of traffic that a unit of noise is worth; infinite where no noise is worth any.
+        """
+        prices = {}
+        for node, units in self.graph.of.items():
+            if (name := label(node)) not in noise:
+                continue
+            value = sum(self._traffic.of_unit[unit] for unit in units)
+            bonus = _HEAVY_BONUS * value if operator(node).kind is Kind.HEAVY else 0
+            added = weight * noise[name] if weight and noise[name] else 0.0
+            most = self._decisive if math.isinf(weight) or not added < self._decisive else round(added)
+            prices[name] = most - bonus
+        plan = make_plan(self.graph, self.options, prices=prices)
+        low = {
+            name for node, found in plan.nodes.items() if found.precision != "fp32" and (name := label(node)) in noise
+        }
+        lowered = self.ordered(name for name in self.lowerable if name in low)
+        high = [name for name in self.raisable if name in noise and name not in low]
+        # What the cut leaves in fp32 anyway needs no entry.
+        heavy = self.ordered(name for name in high if name in self._heavy)
+        rest = self.plan(heavy, lowered)
+        left = {label(node) for node, found in rest.nodes.items() if found.precision != "fp32"} if rest else set(high)
+        return self.ordered([*heavy, *(name for name in high if name in left)]), lowered
 
     def share(self, plan: Plan) -> float:
         """16-bit share of what fp32 nodes of the source read and write, in elements."""
@@ -74,14 +110,13 @@ class Space:
         low = sum(count for unit, count in counts if plan.decisions[unit].precision != "fp32")
         return low / total if total else 0.0
 
-    def raisable(self) -> list[str]:
+    @functools.cached_property
+    def raisable(self) -> tuple[str, ...]:
         """Nodes that are 16-bit at O2 by the level and do more than move data."""
-        return list(
-            dict.fromkeys(
-                label(node)
-                for node, decision in self.base.nodes.items()
-                if decision.precision != "fp32" and decision.code in _RAISABLE and not moves_data(node) and label(node)
-            )
+        return self.ordered(
+            label(node)
+            for node, decision in self.base.nodes.items()
+            if decision.precision != "fp32" and decision.code in _RAISABLE and not moves_data(node) and label(node)
         )
 
     @functools.cached_property
@@ -95,27 +130,6 @@ class Space:
             and self.all_low.nodes[node].precision != "fp32"
             and label(node)
         )
-
-    def connected(self, names: Collection[str]) -> list[tuple[str, ...]]:
-        """`names` in groups of nodes that hang together."""
-        members = {node for node in self.graph.of if label(node) in names}
-        groups: list[tuple[str, ...]] = []
-        done: set[ir.Node] = set()
-        for start in self.graph.of:
-            if start not in members or start in done:
-                continue
-            group, pending = {start}, [start]
-            while pending:
-                node = pending.pop()
-                near = [value.producer() for value in node.inputs if value is not None]
-                near += [user for value in node.outputs for user, _ in value.uses()]
-                for other in near:
-                    if other in members and other not in group:
-                        group.add(other)
-                        pending.append(other)
-            done |= group
-            groups.append(self.ordered(map(label, group)))
-        return groups
 
     def rounded_weights(self) -> ir.Model:
         """The model with every constant rounded that some 16-bit unit of O2's plan reads; all types stay."""
@@ -139,4 +153,5 @@ class Space:
 
     def _rounded(self, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
         array = tensor.numpy()
-        return ir.Tensor(array.astype(self.options.low.numpy).astype(array.dtype), name=tensor.name)
+        with np.errstate(over="ignore"):
+            return ir.Tensor(array.astype(self.options.low.numpy).astype(array.dtype), name=tensor.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 
 from onnxamp.model.signatures import operator_name
 from onnxamp.model.traffic import Traffic
@@ -66,13 +67,15 @@ def follow_inputs(graph: TypeGraph, groups: Groups) -> dict[int, bool]:
     return {group: low.get(group, False) for group in range(len(groups.members))}
 
 
-def minimum_cut(graph: TypeGraph, groups: Groups, model: Traffic) -> dict[int, bool]:
-    """Labels of least modelled traffic, given those already decided. Ties are fp32."""
+def minimum_cut(
+    graph: TypeGraph, groups: Groups, model: Traffic, prices: Mapping[Unit, int] | None = None
+) -> dict[int, bool]:
+    """Labels of least modelled traffic, given those already decided; a unit with a price pays it in 16 bits. Ties are fp32."""
     problem = _Problem(groups)
     for unit in graph.units:
         variable = problem.variable.get(groups.of[unit])
         if variable is not None:
-            problem.network.add(variable, fp32=model.of_unit[unit])
+            problem.network.add(variable, fp32=model.of_unit[unit], low=(prices or {}).get(unit, 0))
     for value, readers in graph.readers.items():
         writer = graph.writer.get(value)
         if writer is not None:

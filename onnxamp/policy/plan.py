@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
@@ -132,7 +132,11 @@ def primary_unit(units: tuple[Unit, ...]) -> Unit:
 
 
 def make_plan(
-    graph: TypeGraph, options: Options, ranges: Mapping[str, float] | None = None, *, free: Collection[str] = ()
+    graph: TypeGraph,
+    options: Options,
+    ranges: Mapping[str, float] | None = None,
+    *,
+    prices: Mapping[str, int] | None = None,
 ) -> Plan:
     """Decide the precision of every unit of `graph`.
 
@@ -142,7 +146,8 @@ def make_plan(
         graph: The model's type graph.
         options: What was asked for.
         ranges: Largest sizes of values by name, as calibration saw them.
-        free: Labels of nodes that no numerical rule holds: the level decides.
+        prices: What 16 bits cost besides traffic, in elements, by the label of nodes that neither a numerical rule nor the
+            level holds: at O2 the minimum cut decides.
 
     Raises:
         UsageError: The options contradict each other, or name a node that cannot be what they ask for.
@@ -160,16 +165,16 @@ def make_plan(
     for rule in BINDING:
         rule(marks)
     asked = _apply_wishes(graph, options, decisions)
+    priced = _priced(graph, decisions, prices or {})
     if options.level != "O3":
-        before_rules = set(decisions)
         for rule in NUMERICAL:
             rule(marks)
-        for unit in [unit for unit in decisions if unit.node is not None and label(unit.node) in free]:
-            if unit not in before_rules:
-                del decisions[unit]
+        for unit in priced:
+            decisions.pop(unit, None)
     forced = {unit for unit, decision in decisions.items() if decision.precision != "fp32"}
+    forced.update(unit for unit in priced if facts.kind(unit) is Kind.HEAVY)
     for unit in graph.units:
-        if unit not in decisions and (decision := _by_level(facts, unit, options)):
+        if unit not in decisions and unit not in priced and (decision := _by_level(facts, unit, options)):
             decisions[unit] = decision
             if decision.precision != "fp32":
                 forced.add(unit)
@@ -183,7 +188,7 @@ def make_plan(
         low = follow_inputs(graph, groups)
         open_low, open_fp32 = Decision(options.dtype, codes.FOLLOWS_LOW), Decision("fp32", codes.FOLLOWS_FP32)
     else:
-        low = minimum_cut(graph, groups, model)
+        low = minimum_cut(graph, groups, model, priced)
         open_low, open_fp32 = Decision(options.dtype, codes.CUT_LOW), Decision("fp32", codes.CUT_FP32)
     for unit in graph.units:
         decisions.setdefault(unit, open_low if low[groups.of[unit]] else open_fp32)
@@ -272,6 +277,17 @@ def _check_asked(graph: TypeGraph, options: Options, decisions: dict[Unit, Decis
                 f"Node {label(node)!r} ({node.op_type}) cannot become {options.dtype}: {title(cause.code)} "
                 f"({cause.code}); leave it out of --lower."
             )
+
+
+def _priced(graph: TypeGraph, decisions: Mapping[Unit, Decision], prices: Mapping[str, int]) -> dict[Unit, int]:
+    """The prices of the open units of these nodes; a node pays once."""
+    result = {}
+    for node, units in graph.of.items() if prices else ():
+        if (price := prices.get(label(node))) is not None:
+            result.update(
+                {unit: price if unit is primary_unit(units) else 0 for unit in units if unit not in decisions}
+            )
+    return result
 
 
 def _by_level(facts: Facts, unit: Unit, options: Options) -> Decision | None:

@@ -188,8 +188,12 @@ def test_the_same_question_gives_the_same_answer() -> None:
     assert one.trials == two.trials
 
 
+# A bound that says nothing of noise: it takes several evaluations to meet it.
+SEVERAL = Tolerance(max_rel=0.004)
+
+
 def test_an_interrupted_search_goes_on_to_the_same_policy(tmp_path: pathlib.Path) -> None:
-    whole = search(CANCELS, FP16, Tolerance(snr=45), DATA)
+    whole = search(CANCELS, FP16, SEVERAL, DATA)
     stop = 3
     assert len(whole.trials) > stop
     journal = tmp_path / "search.jsonl"
@@ -201,14 +205,14 @@ def test_an_interrupted_search_goes_on_to_the_same_policy(tmp_path: pathlib.Path
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        search(CANCELS, FP16, Tolerance(snr=45), DATA, journal=str(journal), on_trial=interrupt)
+        search(CANCELS, FP16, SEVERAL, DATA, journal=str(journal), on_trial=interrupt)
     lines = journal.read_text(encoding="utf-8").splitlines()
     assert len(lines) == 1 + stop
     # An answer in the journal that no evaluation would give shows that it is read.
     marked = json.loads(lines[1])
     marked["worst"]["max_abs"] = 1234.5
     journal.write_text("\n".join([lines[0], json.dumps(marked), *lines[2:], '{"policy": "cut o']), encoding="utf-8")
-    resumed = search(CANCELS, FP16, Tolerance(snr=45), DATA, journal=str(journal))
+    resumed = search(CANCELS, FP16, SEVERAL, DATA, journal=str(journal))
     assert resumed.trials[0].result.worst.max_abs == 1234.5
     assert resumed.policy == whole.policy
     assert resumed.trials[1:] == whole.trials[1:]
@@ -226,7 +230,7 @@ def kill(trial):
     seen.append(trial)
     if len(seen) == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
-search(sys.argv[1], Options(), Tolerance(snr=45), sys.argv[2], journal=sys.argv[4], on_trial=kill)
+search(sys.argv[1], Options(), Tolerance(max_rel=0.004), sys.argv[2], journal=sys.argv[4], on_trial=kill)
 """
 
 
@@ -234,12 +238,12 @@ def test_a_killed_search_goes_on_to_the_same_policy(tmp_path: pathlib.Path) -> N
     model, data, journal = (str(tmp_path / name) for name in ("m.onnx", "d.npz", "search.jsonl"))
     onnx.save(CANCELS, model)
     np.savez(data, x=np.stack([sample["x"] for sample in DATA]))
-    whole = search(model, FP16, Tolerance(snr=45), data)
+    whole = search(model, FP16, SEVERAL, data)
     for stop in (2, 4):  # the second starts from what the first left
         killed = subprocess.run([sys.executable, "-c", KILLED, model, data, str(stop), journal], check=False)
         assert killed.returncode == -signal.SIGKILL
         assert len(pathlib.Path(journal).read_text(encoding="utf-8").splitlines()) == 1 + stop
-    resumed = search(model, FP16, Tolerance(snr=45), data, journal=journal)
+    resumed = search(model, FP16, SEVERAL, data, journal=journal)
     assert (resumed.policy, resumed.trials) == (whole.policy, whole.trials)
 
 
@@ -253,7 +257,7 @@ def test_why_nodes_stay_fp32_is_said() -> None:
     )
     found = search(model, FP16, Tolerance(cosine=0.999), {"x": 3 * DATA[0]["x"]})
     assert found.remaining == {OVERFLOWS: 2}
-    assert remaining(found) == f"2 nodes: 2 {OVERFLOWS}"
+    assert remaining(found) == f"2 nodes that {OVERFLOWS}"
     assert search(IN_A_LOOP, FP16, Tolerance(cosine=0.5), LOOP_DATA).remaining[UNSEEN] == 1
     costly = proto(
         """g (float[8,32] x) => (float[8,32] y, float[8,32] z)
