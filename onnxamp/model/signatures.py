@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib.resources
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import onnx.defs
@@ -92,6 +93,11 @@ def signature(domain: str, op_type: str, opset: int) -> Signature | None:
         pass
     versions = [row for row in _contrib().get(domain, {}).get(op_type, []) if row["since"] <= opset]
     return _from_row(versions[-1]) if versions else None
+
+
+def node_signature(node: ir.Node, opsets: Mapping[str, int]) -> Signature | None:
+    """The signature of a node at the version that it names itself, else at the one that is imported."""
+    return signature(node.domain, node.op_type, node.version or opsets.get(node.domain, 0))
 
 
 def _from_schema(schema: onnx.defs.OpSchema) -> Signature:

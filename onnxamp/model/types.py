@@ -17,7 +17,7 @@ import onnx_shape_inference
 
 from onnxamp.errors import cause
 from onnxamp.model import contrib_shapes
-from onnxamp.model.signatures import operator_name, signature
+from onnxamp.model.signatures import node_signature, operator_name
 from onnxamp.model.tensors import nbytes
 from onnxamp.model.units import TYPE_ATTRIBUTE, all_nodes, all_values, bodies
 
@@ -287,7 +287,7 @@ def _copy_type(source: ir.Value | None, target: ir.Value) -> None:
 
 
 def _by_signature(node: ir.Node, opsets: dict[str, int]) -> None:
-    signed = signature(node.domain, node.op_type, node.version or opsets.get(node.domain, 0))
+    signed = node_signature(node, opsets)
     if signed is None:
         return
     bound: dict[str, ir.TypeProtocol] = {}
@@ -315,7 +315,7 @@ def _is_result(value: ir.Value, opsets: dict[str, int]) -> bool:
     node, index = value.producer(), value.index()
     if node is None or index is None or value.type is None:
         return True
-    signed = signature(node.domain, node.op_type, node.version or opsets.get(node.domain, 0))
+    signed = node_signature(node, opsets)
     formal = signed.output(index) if signed is not None else None
     if signed is None or formal is None or not formal.homogeneous:
         return True

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from onnxamp.dtypes import BY_IR
-from onnxamp.model.signatures import Formal, Signature, operator_name, signature
+from onnxamp.model.signatures import Formal, Signature, node_signature, operator_name
 
 # Operators that read only the shape of their operand.
 SHAPE_ONLY = frozenset({"Shape", "Size"})
@@ -237,8 +237,7 @@ class _Builder:
                     self.graph(body)
 
     def node(self, node: ir.Node) -> None:
-        opset = node.version or self.model.opset_imports.get(node.domain or "", 0)
-        signed = signature(node.domain, node.op_type, opset)
+        signed = node_signature(node, self.model.opset_imports)
         self.signatures[node] = signed
         name = operator_name(node)
         if name == "Constant":

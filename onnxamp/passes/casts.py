@@ -6,10 +6,10 @@ import onnx_ir as ir
 
 from onnxamp.dtypes import BY_NAME, LOW
 from onnxamp.errors import UnsupportedError
+from onnxamp.model.naming import Names
 from onnxamp.model.signatures import standard_opset
-from onnxamp.model.tensors import cast_attribute
 from onnxamp.model.units import Read
-from onnxamp.passes.names import Names
+from onnxamp.passes.append import new_cast
 from onnxamp.policy.plan import Plan
 
 
@@ -34,7 +34,7 @@ class InsertCastsPass(ir.passes.InPlacePass):
         if not wanted:
             return ir.passes.PassResult(model, modified=False)
         self._names = Names(model)
-        self._opset = model.opset_imports.setdefault("", standard_opset(model))
+        self._model = model
         self._front: dict[ir.Graph, ir.Node | None] = {}
         self._last: dict[ir.Node, ir.Node] = {}
         for (value, kind), reads in wanted.items():
@@ -58,20 +58,13 @@ class InsertCastsPass(ir.passes.InPlacePass):
 
     def _cast(self, value: ir.Value, kind: ir.DataType) -> ir.Node:
         assert value.name is not None
-        if kind == ir.DataType.BFLOAT16 and self._opset < 13:
+        opset = standard_opset(self._model)
+        if kind == ir.DataType.BFLOAT16 and opset < 13:
             raise UnsupportedError(
-                f"{value.name!r} has to be cast to bf16, which Cast can from opset 13 on; the model has {self._opset}: raise its opset."
+                f"{value.name!r} has to be cast to bf16, which Cast can from opset 13 on; the model has {opset}: raise its opset."
             )
-        name = self._names.value(value.name, kind)
-        node = ir.Node(
-            "",
-            "Cast",
-            [value],
-            [cast_attribute(kind, self._opset)],
-            outputs=[ir.Value(name=name, type=ir.TensorType(kind), shape=value.shape)],
-            name=self._names.node(name),
-            metadata_props={"onnxamp.cast": "low" if kind in LOW else "fp32", "onnxamp.source": value.name},
-        )
+        node = new_cast(self._model, value, self._names.typed(value.name, kind), kind, self._names)
+        node.metadata_props.update({"onnxamp.cast": "low" if kind in LOW else "fp32", "onnxamp.source": value.name})
         self._place(value, node)
         return node
 
@@ -100,7 +93,7 @@ class InsertCastsPass(ir.passes.InPlacePass):
         assert value.name is not None
         assert value.dtype is not None
         name = value.name
-        value.name = self._names.value(name, value.dtype)
+        value.name = self._names.typed(name, value.dtype)
         output.name = name
 
 

@@ -11,10 +11,10 @@ import onnx_ir as ir
 
 from onnxamp.dtypes import BY_IR, BY_NAME, FloatType
 from onnxamp.model.constants import constant_tensor
+from onnxamp.model.naming import Names
 from onnxamp.model.signatures import operator_name
 from onnxamp.model.tensors import ConvertedTensor
-from onnxamp.model.units import Read, is_float
-from onnxamp.passes.names import Names
+from onnxamp.model.units import Read, all_graphs, is_float
 from onnxamp.passes.retype import retype
 from onnxamp.policy.plan import Plan
 
@@ -73,7 +73,7 @@ class ConvertConstantsPass(ir.passes.InPlacePass):
             convert_constant(value, BY_IR[next(iter(others))], limit)
             return True
         for kind, reads in others.items():
-            name = names().value(value.name or "", kind)
+            name = names().typed(value.name or "", kind)
             copy = add_copy(value, ConvertedTensor(_data(value), BY_IR[kind], limit), name, names())
             if listed:
                 model.graph.inputs.append(copy)
@@ -106,7 +106,7 @@ def note(value: ir.Value, source: str, change: dict[str, object]) -> None:
 
 def float_constants(graph: ir.Graph) -> Iterator[ir.Value]:
     """The float constants of `graph` and its bodies."""
-    for inner in (graph, *graph.subgraphs()):
+    for inner in all_graphs(graph):
         yield from filter(is_float, inner.initializers.values())
         yield from (
             node.outputs[0] for node in inner if operator_name(node) == "Constant" and is_float(node.outputs[0])
@@ -141,7 +141,7 @@ def add_copy(value: ir.Value, tensor: ir.TensorProtocol, name: str, names: Names
     assert value.name is not None
     graph = value.graph
     assert graph is not None
-    copy = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape))
+    copy = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()))
     node = value.producer()
     if node is None:
         tensor.name, copy.const_value = name, tensor
@@ -163,5 +163,5 @@ def _give_name(value: ir.Value, copy: ir.Value, names: Names) -> None:
     name = value.name
     if value.const_value is not None:  # a renamed initializer renames its tensor, which belongs to the source
         value.const_value = ConvertedTensor(value.const_value, BY_IR[value.dtype])
-    value.name = names.value(name, value.dtype)
+    value.name = names.typed(name, value.dtype)
     copy.name = name

@@ -18,7 +18,6 @@ that is not in the interface keeps its name, and holds the rounded value in fp32
 
 from __future__ import annotations
 
-import itertools
 import os
 
 import onnx
@@ -26,11 +25,11 @@ import onnx_ir as ir
 
 from onnxamp.errors import UnsupportedError
 from onnxamp.model import io
-from onnxamp.model.naming import unique
+from onnxamp.model.naming import Names
 from onnxamp.model.preparation import prepare
-from onnxamp.model.signatures import operator_name, signature
-from onnxamp.model.tensors import cast_attribute
+from onnxamp.model.signatures import node_signature, operator_name, standard_opset
 from onnxamp.model.units import all_values
+from onnxamp.passes.append import new_cast
 from onnxamp.passes.widen import low_element, widen_attributes, widened_tensor, widened_type
 
 # Each result element is an element of an operand or a constant that is exact in the type, so it needs no rounding.
@@ -73,13 +72,10 @@ class _Emulation:
         self.graph = model.graph
         self.low: dict[ir.Value, ir.DataType] = {}
         self.rounded: dict[ir.Value, ir.Value] = {}  # fp32 value → its 16-bit twin, where one exists
-        self.names: set[str] = set()
-        self.node_names = {node.name for node in model.graph.all_nodes()}
-        for graph in model.graphs():
-            for value in itertools.chain(graph.inputs, graph.initializers.values(), *(node.outputs for node in graph)):
-                self.names.add(value.name or "")
-                if (kind := low_element(value.type)) is not None:
-                    self.low[value] = kind
+        self.names = Names(model)
+        for value in all_values(model.graph):
+            if (kind := low_element(value.type)) is not None:
+                self.low[value] = kind
 
     def run(self) -> None:
         """Rewrite every graph, then the interface."""
@@ -100,8 +96,7 @@ class _Emulation:
 
     def node(self, node: ir.Node) -> None:
         """Apply the rule of `node`'s kind to it and to its 16-bit results."""
-        opset = self.model.opset_imports.get(node.domain, 1)
-        known = signature(node.domain, node.op_type, opset) is not None
+        known = node_signature(node, self.model.opset_imports) is not None
         low = [value for value in node.outputs if value in self.low]
         if not known:
             self.keep_operands(node)
@@ -130,20 +125,22 @@ class _Emulation:
         kind = self.low[value]
         self.widen(value)
         name = value.name or ""
-        self.rename(value, f"{name}/exact")
-        low, back = self.like(value, kind, f"{name}/low"), self.like(value, ir.DataType.FLOAT, name)
-        _redirect(value, back)
-        node.append([self.cast(value, low, kind), self.cast(low, back, ir.DataType.FLOAT)])
-        self.rounded[back] = low
+        self.names.rename(value, f"{name}/exact")
+        down = self.cast(value, f"{name}/low", kind)
+        low = down.outputs[0]
+        up = self.cast(low, name, ir.DataType.FLOAT)
+        _redirect(value, up.outputs[0], except_for=down)
+        node.append([down, up])
+        self.rounded[up.outputs[0]] = low
 
     def bring_back(self, node: ir.Node, value: ir.Value) -> None:
         """``value`` stays 16 bits; a Cast up follows, and readers take that."""
         name = value.name or ""
-        self.rename(value, f"{name}/low")
-        back = self.like(value, ir.DataType.FLOAT, name)
-        _redirect(value, back)
-        node.append(self.cast(value, back, ir.DataType.FLOAT))
-        self.rounded[back] = value
+        self.names.rename(value, f"{name}/low")
+        up = self.cast(value, name, ir.DataType.FLOAT)
+        _redirect(value, up.outputs[0], except_for=up)
+        node.append(up)
+        self.rounded[up.outputs[0]] = value
 
     def keep_operands(self, node: ir.Node) -> None:
         """Hand `node` the 16-bit operands that it had."""
@@ -159,11 +156,12 @@ class _Emulation:
 
     def plain_cast(self, node: ir.Node, kind: ir.DataType) -> ir.Node:
         """Cast instead of CastLike, whose second operand no longer has the type that it stood for."""
-        value = node.outputs[0]
+        source, value = node.inputs[0], node.outputs[0]
+        assert source is not None
         name = value.name or ""
-        self.rename(value, f"{name}/castlike")
-        out = self.like(value, kind, name)
-        cast = self.cast(node.inputs[0], out, kind)
+        self.names.rename(value, f"{name}/castlike")
+        cast = self.cast(source, name, kind)
+        out = cast.outputs[0]
         cast.name, cast.doc_string = node.name, node.doc_string
         cast.metadata_props.update(node.metadata_props)
         _redirect(value, out)
@@ -187,25 +185,11 @@ class _Emulation:
     def like(self, value: ir.Value, kind: ir.DataType, name: str) -> ir.Value:
         """A new value with the shape of `value`."""
         shape = value.shape.copy() if value.shape is not None else None
-        return ir.Value(name=self.unique(name), type=ir.TensorType(kind), shape=shape)
+        return ir.Value(name=self.names.value(name), type=ir.TensorType(kind), shape=shape)
 
-    def unique(self, name: str) -> str:
-        """`name`, with a number behind it if it is taken."""
-        return unique(name, self.names)
-
-    def rename(self, value: ir.Value, name: str) -> None:
-        """Give `value` another name and free its own."""
-        self.names.discard(value.name or "")
-        value.name = self.unique(name)
-
-    def cast(self, value: ir.Value | None, out: ir.Value, kind: ir.DataType) -> ir.Node:
+    def cast(self, value: ir.Value, name: str, kind: ir.DataType) -> ir.Node:
         """A new Cast node with a name of its own (ONNX Runtime refuses two nodes of one name)."""
-        to = cast_attribute(kind, self.model.opset_imports.get("", 1))
-        return ir.Node("", "Cast", [value], [to], outputs=[out], name=self.node_name(f"{out.name}/cast"))
-
-    def node_name(self, name: str) -> str:
-        """`name`, with a number behind it if a node has it."""
-        return unique(name, self.node_names)
+        return new_cast(self.model, value, self.names.value(name), kind, self.names)
 
     # -- interface --------------------------------------------------------------------------------------------------
 
@@ -237,26 +221,23 @@ class _Emulation:
             low = self.rounded[value] = node.outputs[0]
         if not low.is_graph_output():
             name = value.name or ""
-            self.rename(value, f"{name}/fp32")
-            self.rename(low, name)
+            self.names.rename(value, f"{name}/fp32")
+            self.names.rename(low, name)
         self.graph.outputs[index] = low
 
     def conversion(self, value: ir.Value, name: str, kind: ir.DataType) -> ir.Node:
         """A node that takes `value` of the interface, tensor or sequence, to or from 16 bits."""
         if isinstance(value.type, ir.TensorType):
-            out = self.like(value, kind, name)
-            return self.cast(value, out, kind)
-        opset = self.model.opset_imports.get("", 1)
+            return self.cast(value, name, kind)
+        opset = standard_opset(self.model)
         if not isinstance(value.type, ir.SequenceType) or opset < 17:
             raise UnsupportedError(
                 f"{value.name!r} holds 16-bit tensors in a {value.type}, which opset {opset} cannot cast: "
                 "emulate the model with this value in fp32."
             )
         element = self.like(value, value.type.elem_type.dtype, f"{name}/element")
-        cast = self.like(value, kind, f"{name}/cast")
-        body = ir.Graph(
-            [element], [cast], nodes=[self.cast(element, cast, kind)], name=f"{name}/body", opset_imports={"": opset}
-        )
+        cast = self.cast(element, f"{name}/cast", kind)
+        body = ir.Graph([element], cast.outputs, nodes=[cast], name=f"{name}/body", opset_imports={"": opset})
         out = self.like(value, kind, name)
         out.type = ir.SequenceType(ir.TensorType(kind))
         return ir.Node(
@@ -265,7 +246,7 @@ class _Emulation:
             [value],
             [ir.AttrGraph("body", body)],
             outputs=[out],
-            name=self.node_name(f"{out.name}/cast"),
+            name=self.names.node(out.name or ""),
         )
 
 

@@ -6,9 +6,9 @@ import onnx_ir as ir
 
 from onnxamp.errors import UnsupportedError
 from onnxamp.model.constants import constant_tensor
+from onnxamp.model.naming import Names
 from onnxamp.model.units import Read
 from onnxamp.passes.constants import add_copy
-from onnxamp.passes.names import Names
 from onnxamp.policy.plan import Plan
 
 

@@ -7,10 +7,11 @@ import onnx_ir as ir
 from onnxamp.dtypes import BY_IR, FP32, LOW
 from onnxamp.errors import UnsupportedError
 from onnxamp.model.constants import constant_tensor
-from onnxamp.model.signatures import TYPE_ATTRIBUTES, operator_name, signature, standard_opset
+from onnxamp.model.naming import Names
+from onnxamp.model.signatures import TYPE_ATTRIBUTES, node_signature, operator_name
 from onnxamp.model.tensors import ConvertedTensor, cast_attribute, cast_target
 from onnxamp.model.units import all_nodes, all_values, bodies
-from onnxamp.passes.names import Names
+from onnxamp.passes.append import new_cast
 
 # What a conversion notes, which is no longer true; other notes (adapters, say) have nothing to do with precision.
 _NOTES = "version level dtype target options ranges summary precision code evidence operands cast source change"
@@ -58,7 +59,7 @@ class WidenPass(ir.passes.InPlacePass):
                     widen_attributes(node)
                     _widen_target(node)
         _drop_casts(model.graph, widened)
-        self._names, self._opset = Names(model), standard_opset(model)
+        self._names, self._model = Names(model), model
         self._serve_kept()
         self._restore_ends(model.graph, kinds)
         notes = [model.metadata_props, *(value.metadata_props for value in values)]
@@ -105,7 +106,7 @@ class WidenPass(ir.passes.InPlacePass):
         for node, kinds in self._kept.items():
             for index, (value, kind) in enumerate(zip(node.inputs, kinds, strict=True)):
                 if value is not None and kind is not None and value not in self._stay:
-                    down = self._cast(value, self._names.value(value.name or "", kind), kind)
+                    down = self._cast(value, self._names.typed(value.name or "", kind), kind)
                     node.prepend(down)
                     node.replace_input_with(index, down.outputs[0])
             for value in node.outputs:
@@ -125,9 +126,9 @@ class WidenPass(ir.passes.InPlacePass):
         assert kind is not None
         assert graph is not None
         if value in self._ends:
-            up = self._cast(value, self._names.value(name, FP32.ir), FP32.ir)
+            up = self._cast(value, self._names.typed(name, FP32.ir), FP32.ir)
         else:
-            value.name = self._names.value(name, kind)
+            value.name = self._names.typed(name, kind)
             up = self._cast(value, name, FP32.ir)
             for index, output in enumerate(graph.outputs):
                 if output is value:
@@ -145,7 +146,7 @@ class WidenPass(ir.passes.InPlacePass):
             if name not in kinds or value in self._stay:
                 continue
             users = tuple(value.uses())
-            up = self._cast(value, self._names.value(name, FP32.ir), FP32.ir)
+            up = self._cast(value, self._names.typed(name, FP32.ir), FP32.ir)
             _set_type(value, kinds[name])
             for user, index in users:
                 user.replace_input_with(index, up.outputs[0])
@@ -154,7 +155,7 @@ class WidenPass(ir.passes.InPlacePass):
             name = value.name or ""
             if name not in kinds or value.dtype == kinds[name]:  # an input handed through has its type already
                 continue
-            value.name = self._names.value(name, FP32.ir)
+            value.name = self._names.typed(name, FP32.ir)
             down = self._cast(value, name, kinds[name])
             graph.append(down)
             for other in range(index, len(graph.outputs)):
@@ -162,10 +163,7 @@ class WidenPass(ir.passes.InPlacePass):
                     graph.outputs[other] = down.outputs[0]
 
     def _cast(self, value: ir.Value, name: str, kind: ir.DataType) -> ir.Node:
-        out = ir.Value(name=name, type=ir.TensorType(kind), shape=value.shape)
-        return ir.Node(
-            "", "Cast", [value], [cast_attribute(kind, self._opset)], outputs=[out], name=self._names.node(name)
-        )
+        return new_cast(self._model, value, name, kind, self._names)
 
 
 def _ends(model: ir.Model) -> dict[ir.Value, ir.DataType]:
@@ -193,7 +191,7 @@ def _is_behind_cast(value: ir.Value) -> bool:
 
 def _has_fp32(node: ir.Node, model: ir.Model) -> bool:
     """Whether the schema of `node` allows fp32 wherever the node has a 16-bit tensor."""
-    known = signature(node.domain, node.op_type, model.opset_imports.get(node.domain, 1))
+    known = node_signature(node, model.opset_imports)
     if known is None:
         return False
     for values, formal_of in ((node.inputs, known.input), (node.outputs, known.output)):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxamp.dtypes import LOW
-from onnxamp.model.signatures import TENSOR, Signature, signature
+from onnxamp.model.naming import Names
+from onnxamp.model.signatures import TENSOR, Signature, node_signature
+from onnxamp.passes.append import new_cast
 from onnxamp.policy.targets import TargetTable, table
 
 FLOAT = ir.DataType.FLOAT
@@ -36,10 +38,12 @@ class JointPlan(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         kernels = table(self.target)
         modified = False
+        names: Names | None = None
         for graph in model.graphs():
             for node in list(graph):
                 if BACKWARD in node.metadata_props and _lacks(node, kernels, model.opset_imports):
-                    _raise(graph, node)
+                    names = names or Names(model)
+                    _raise(model, graph, node, names)
                     modified = True
             modified = _without_detours(graph) or modified
         return ir.passes.PassResult(model, modified=modified)
@@ -50,7 +54,7 @@ def _lacks(node: ir.Node, kernels: TargetTable, opsets: dict[str, int]) -> bool:
     values = [value for value in (*node.inputs, *node.outputs) if value is not None]
     if node.op_type == "Cast" or not any(value.dtype in LOW for value in values):
         return False
-    signed = signature(node.domain, node.op_type, opsets.get(node.domain, 1))
+    signed = node_signature(node, opsets)
     if signed is None or kernels.supports(node, signed, {}):
         return False
     wide = dict.fromkeys(_low_variables(node, signed), FLOAT)
@@ -68,28 +72,24 @@ def _low_variables(node: ir.Node, signed: Signature) -> set[str]:
     return found
 
 
-def _raise(graph: ir.Graph, node: ir.Node) -> None:
+def _raise(model: ir.Model, graph: ir.Graph, node: ir.Node, names: Names) -> None:
     """Compute a node in FP32: Casts of its 16-bit operands before it, of its results behind it."""
     for position, value in enumerate(node.inputs):
         if value is not None and value.dtype in LOW:
-            up = _cast(node, value, FLOAT, f"{value.name}/fp32/{node.name}/{position}")
+            up = new_cast(model, value, names.value(f"{value.name}/fp32/{node.name}/{position}"), FLOAT, names)
+            up.metadata_props.update(node.metadata_props)
             graph.insert_before(node, up)
             node.replace_input_with(position, up.outputs[0])
     for value in node.outputs:
         low = value.dtype
         if low is None or low not in LOW:
             continue
-        down = _cast(node, value, low, f"{value.name}/{low.name.lower()}")
+        down = new_cast(model, value, names.value(f"{value.name}/{low.name.lower()}"), low, names)
+        down.metadata_props.update(node.metadata_props)
         value.replace_all_uses_with(down.outputs[0], replace_graph_outputs=True)
         down.replace_input_with(0, value)
         value.type = ir.TensorType(FLOAT)
         graph.insert_after(node, down)
-
-
-def _cast(node: ir.Node, value: ir.Value, dtype: ir.DataType, name: str) -> ir.Node:
-    cast = ir.node("Cast", [value], {"to": dtype}, name=name, metadata_props=dict(node.metadata_props))
-    cast.outputs[0].name, cast.outputs[0].type, cast.outputs[0].shape = name, ir.TensorType(dtype), value.shape
-    return cast
 
 
 def _without_detours(graph: ir.Graph) -> bool:

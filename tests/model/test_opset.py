@@ -167,5 +167,6 @@ def test_node_tests_of_onnx_give_the_same_results(node_tests: list[TestCase]) ->
         assert case.model.graph.input == later.graph.input
         _compare(one, other)
         same += 1
-    assert all(text.startswith("test_scan_sum: Scan 'y' cannot be written in opset 9") for text in refused), refused
-    assert (same, len(refused)) == (879, 1)
+    reasons = ("its version 9 changed in directions, operands", "its scales are not constant")
+    assert all(any(reason in text for reason in reasons) for text in refused), refused
+    assert (same, len(refused)) == (878, 2)

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 from onnx import parser
 
-from onnxamp.conversion import convert
+from onnxamp.conversion import convert, widen
 from onnxamp.dtypes import LOW
 from onnxamp.errors import UnsupportedError
 from onnxamp.ort.session import OPTIMIZATION, SessionConfig, open_session, run
@@ -286,9 +286,17 @@ def test_emulating_twice_adds_nothing() -> None:
     first, second = evaluate(once, feeds), evaluate(twice, feeds)
     for name in first:
         np.testing.assert_array_equal(first[name], second[name])
-    named = model('g (float16[2] x) => (float16[2] r) { ["a/low/cast"] a = Mul(x, x)  r = Exp(a) }')
+    named = model('g (float16[2] x) => (float16[2] r) { ["a/low"] a = Mul(x, x)  r = Exp(a) }')
     names = [node.name for node in emulated(named).graph if node.name]
     assert len(names) == len(set(names))
+
+
+def test_a_model_without_standard_operators_gets_their_import() -> None:
+    text = '<ir_version: 10, opset_import: ["com.microsoft": 1]> g (float16[2] x) => (float16[2] y) { y = com.microsoft.Gelu(x) }'
+    source = ir.from_proto(onnx.parser.parse_model(text))
+    for made in (emulate(source), widen(source, keep_io=True)):
+        assert {node.op_type for node in made.graph} == {"Cast", "Gelu"}
+        onnx.checker.check_model(ir.to_proto(made))
 
 
 def test_shapes_stay_as_declared() -> None:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxamp.errors import UnsupportedError
 from onnxamp.model.constants import fixed_tensor
-from onnxamp.model.units import all_nodes, all_values
+from onnxamp.model.naming import Names
 
 
 class OpsetError(UnsupportedError):
@@ -29,24 +29,6 @@ class OpsetError(UnsupportedError):
         super().__init__(
             f"{self.operator} {self.node!r} cannot be written in opset {version}: {reason}; export the model at that opset."
         )
-
-
-class Names:
-    """Names that the model does not have yet."""
-
-    def __init__(self, model: ir.Model) -> None:
-        graphs = [model.graph, *(function.graph for function in model.functions.values())]
-        self._taken = {value.name for graph in graphs for value in all_values(graph)}
-        self._taken |= {node.name for graph in graphs for node in all_nodes(graph)}
-
-    def fresh(self, wanted: str) -> str:
-        """`wanted`, or with a number if it is taken."""
-        name, count = wanted, 1
-        while name in self._taken:
-            count += 1
-            name = f"{wanted}_{count}"
-        self._taken.add(name)
-        return name
 
 
 class Edit:
@@ -163,8 +145,8 @@ class Edit:
     def add(self, op_type: str, inputs: Sequence[ir.Value | None], attributes: dict[str, Any], role: str) -> ir.Value:
         """The result of a new node in front of this one; `role` ends the names of both."""
         node = self._insert(op_type, inputs, attributes)
-        node.name = self._names.fresh(f"{self._base()}/{role}")
-        node.outputs[0].name = self._names.fresh(f"{self._result()}/{role}")
+        node.name = self._names.node(f"{self._base()}/{role}")
+        node.outputs[0].name = self._names.value(f"{self._result()}/{role}")
         return node.outputs[0]
 
     def split(self, role: str, inputs: Sequence[ir.Value | None], attributes: dict[str, Any]) -> ir.Value:
@@ -173,10 +155,10 @@ class Edit:
         Values keep their names and their identity, and a name of a node still means the operator that it meant.
         """
         node = self._insert(self.node.op_type, inputs, attributes)
-        node.outputs[0].name = self._names.fresh(f"{self._result()}/{role}")
+        node.outputs[0].name = self._names.value(f"{self._result()}/{role}")
         node.name, node.doc_string = self.node.name, self.node.doc_string
         node.metadata_props.update(self.node.metadata_props)
-        self.node.name, self.node.doc_string = self._names.fresh(f"{self._base()}/result"), None
+        self.node.name, self.node.doc_string = self._names.node(f"{self._base()}/result"), None
         self.node.metadata_props.clear()
         return node.outputs[0]
 

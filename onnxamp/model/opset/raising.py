@@ -8,7 +8,8 @@ import onnx.defs
 import onnx_ir as ir
 
 from onnxamp.errors import UnsupportedError
-from onnxamp.model.opset.editing import Edit, Names, OpsetError
+from onnxamp.model.naming import Names
+from onnxamp.model.opset.editing import Edit, OpsetError
 from onnxamp.model.opset.table import ROWS
 from onnxamp.model.signatures import Signature, signature, standard_opset
 from onnxamp.model.units import all_nodes
