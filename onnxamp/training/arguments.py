@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,7 +114,7 @@ def name_patterns(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def positive(name: str, value: float | None) -> float | None:
-    """`value`, unless it is there and not above 0."""
-    if value is not None and not value > 0:
-        raise UsageError(f"{name} is {value}: it must be above 0.")
+    """`value`, unless it is there and no finite number above 0."""
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise UsageError(f"{name} is {value}: it must be a finite number above 0.")
     return value

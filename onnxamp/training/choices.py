@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -114,6 +115,23 @@ def _fields(value: object) -> dict[str, Any]:
 
 
 def _choice(kind: str, spec: Spec) -> object:
+    chosen = _instance(kind, spec)
+    _refuse_infinite(chosen, type(chosen).__name__)
+    return chosen
+
+
+def _refuse_infinite(value: Any, name: str) -> None:
+    """Whatever the class and wherever the number: NaN and infinity would become those of the parameters."""
+    for field in dataclasses.fields(value):
+        content = getattr(value, field.name)
+        for item in content if isinstance(content, tuple) else (content,):
+            if dataclasses.is_dataclass(item):
+                _refuse_infinite(item, type(item).__name__)
+            elif isinstance(item, float) and not math.isfinite(item):
+                raise UsageError(f"{field.name} of {name} is {content}: it must be finite.")
+
+
+def _instance(kind: str, spec: Spec) -> object:
     table = _TABLES[kind]
     if isinstance(spec, str):
         spec = {"name": spec}

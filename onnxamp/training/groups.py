@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from onnxamp.errors import UsageError
@@ -33,8 +34,8 @@ class Group:
         for name, value in (("lr_factor", self.lr_factor), ("weight_decay", self.weight_decay or 0.0)):
             if not isinstance(value, int | float):
                 raise UsageError(f"Group {self.title!r}: {name} must be a number, not {value!r}.")
-        if self.lr_factor < 0 or (self.weight_decay is not None and self.weight_decay < 0):
-            raise UsageError(f"Group {self.title!r}: lr_factor and weight_decay must not be negative.")
+            if not (value >= 0 and math.isfinite(value)):
+                raise UsageError(f"Group {self.title!r}: {name} is {value}: it must be a finite number of at least 0.")
 
     @property
     def title(self) -> str:

@@ -62,7 +62,9 @@ class SGD:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        _not_negative("sgd", lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        _not_negative(
+            "sgd", lr=self.lr, momentum=self.momentum, dampening=self.dampening, weight_decay=self.weight_decay
+        )
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise UsageError("nesterov of sgd needs a momentum above 0 and no dampening.")
 

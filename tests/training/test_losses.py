@@ -257,6 +257,12 @@ def test_what_a_loss_expects():
         (lambda v: Huber(delta=0), "positive"),
         (lambda v: SmoothL1(beta=-1), "not be negative"),
         (lambda v: KLDiv(reduction="sum"), "mean or batchmean"),
+        (
+            lambda v: BinaryCrossEntropyWithLogits((1.0, 2.0)).labels(v("batch", 3)),
+            "2 pos_weights and the last dimension",
+        ),
+        (lambda v: BinaryCrossEntropyWithLogits((1.0, -2.0)), "not negative"),
+        (lambda v: BinaryCrossEntropyWithLogits(float("nan")), "finite"),
         (lambda v: NLL().labels(v("batch", 5, 5)), "classes of nll"),
         (lambda v: NLL(weight=(1.0,)).labels(v("batch", 5)), "nll has 1 class weights"),
         (lambda v: CosineEmbedding().labels(v("batch")), "cosine needs at least 2"),

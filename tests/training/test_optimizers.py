@@ -237,6 +237,7 @@ def test_a_schedule_without_length(prepare):
     [
         (lambda: SGD(lr=-1), "lr of sgd"),
         (lambda: SGD(nesterov=True), "momentum above 0"),
+        (lambda: SGD(momentum=0.9, dampening=float("nan")), "dampening of sgd"),
         (lambda: SGD(momentum=0.9, nesterov=True, dampening=0.1), "no dampening"),
         (lambda: AdamW(betas=(0.9, 1.0)), "betas"),
         (lambda: AdamW(eps=float("nan")), "eps of adamw"),

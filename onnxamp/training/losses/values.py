@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -59,6 +60,18 @@ class BinaryCrossEntropyWithLogits(_Elementwise):
     def __post_init__(self) -> None:
         if self.pos_weight is not None and not isinstance(self.pos_weight, (int, float)):
             object.__setattr__(self, "pos_weight", tuple(float(p) for p in self.pos_weight))
+        if any(not (p >= 0 and math.isfinite(p)) for p in np.atleast_1d(self.pos_weight or 0.0)):
+            raise UsageError(f"pos_weight of {self.title} is {self.pos_weight}: it must be finite and not negative.")
+
+    def labels(self, prediction: ir.Value) -> Labels:
+        """Floats of the prediction's shape."""
+        last = dims(prediction, self.title, least=1)[-1]
+        if isinstance(self.pos_weight, tuple) and isinstance(last, int) and len(self.pos_weight) not in (1, last):
+            raise UsageError(
+                f"{self.title} has {len(self.pos_weight)} pos_weights and the last dimension of {prediction.name!r} has size "
+                f"{last}: give one number, or one per element."
+            )
+        return super().labels(prediction)
 
     def element(self, op: Fragment, prediction: ir.Value, labels: ir.Value) -> tuple[ir.Value, Callable[[], ir.Value]]:
         """The derivative is (1−y) − (1+(p−1)·y)·(1−σ(x))."""
@@ -113,8 +126,8 @@ class Huber(_Elementwise):
     delta: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.delta > 0:
-            raise UsageError(f"delta of huber is {self.delta}: it must be positive.")
+        if not (self.delta > 0 and math.isfinite(self.delta)):
+            raise UsageError(f"delta of huber is {self.delta}: it must be positive and finite.")
 
     def element(self, op: Fragment, prediction: ir.Value, labels: ir.Value) -> tuple[ir.Value, Callable[[], ir.Value]]:
         """With c = clip(d, −δ, δ) the loss is c·(d − ½·c) and the derivative c."""
@@ -135,8 +148,8 @@ class SmoothL1(_Elementwise):
     beta: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.beta >= 0:
-            raise UsageError(f"beta of smooth_l1 is {self.beta}: it must not be negative.")
+        if not (self.beta >= 0 and math.isfinite(self.beta)):
+            raise UsageError(f"beta of smooth_l1 is {self.beta}: it must be finite and not be negative.")
 
     def element(self, op: Fragment, prediction: ir.Value, labels: ir.Value) -> tuple[ir.Value, Callable[[], ir.Value]]:
         """Huber's with δ = β, divided by β."""
