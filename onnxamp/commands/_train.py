@@ -21,7 +21,7 @@ from onnxamp.model.units import all_nodes
 from onnxamp.policy.operators import Kind, operator
 from onnxamp.trainer import distributed, export, state_dict
 from onnxamp.trainer.collective import Collective, SingleProcess
-from onnxamp.trainer.data import Arrays, open_data
+from onnxamp.trainer.data import Arrays, Data, hold_out, open_data
 from onnxamp.trainer.device import find_device, usable_threads
 from onnxamp.trainer.drive import Plan, drive, finished
 from onnxamp.trainer.fit import History
@@ -52,7 +52,9 @@ class Session:
         self.run = Run(options["output"])
         self.columns = pairs(options["column"], "--column")
         self.provider_options = pairs(options["provider_option"], "--provider-option")
-        self.data = self._data()
+        if options["resume"] and not options["force"]:
+            self.run.check_whole()
+        self.data, self.val = self._data()
         self.collective = self._collective()
         self.console = console if self.collective.rank == 0 else Console(quiet=True)
         self.threads = usable_threads(options["threads"], self.collective.local_world_size)
@@ -100,7 +102,8 @@ class Session:
         result["loss"] = history.losses[-1] if history.losses else None
         return {**result, "run": str(self.run.folder), "model": str(self.run.model_path)}
 
-    def _data(self) -> Any:
+    def _data(self) -> tuple[Data, Data | None]:
+        """The data to train on, and those to evaluate on."""
         if not self.options["data"] and self.options["resume"] and not self.run.exists:
             raise UsageError(
                 f"There is no run in {self.run.folder} to go on with (its beginning was not finished): give MODEL, --data and the rest "
@@ -110,7 +113,13 @@ class Session:
             )
         if not self.options["data"]:
             raise UsageError("There is nothing to train on: give --data FILE.npz or a folder.")
-        return open_data(self.options["data"])
+        data, val, part = open_data(self.options["data"]), self.options["val"], self.options["val_split"]
+        if part is None:
+            return data, open_data(val) if val else None
+        if val:
+            raise UsageError("--val and --val-split both say what to evaluate on: give one of them.")
+        assert isinstance(data, Arrays)  # as all that is opened by a path
+        return hold_out(data, part, self.options["seed"])
 
     def _resumed(self) -> Trainer:
         bundle = Bundle.load(self.run.bundle_path)
@@ -249,7 +258,7 @@ class Session:
         options = self.options
         plan = Plan(
             data=self.data,
-            val=options["val"],
+            val=self.val,
             columns=self.columns,
             epochs=options["epochs"] if options["epochs"] or options["steps"] else 1,
             steps=options["steps"],

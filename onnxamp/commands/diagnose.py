@@ -69,7 +69,7 @@ def command(
     if report:
         write_text(report, _page(source, data, bad_data, found))
     if as_json:
-        shown = [{"column": bad.column, "rows": list(bad.rows), "nan": bad.nan} for bad in bad_data]
+        shown = [{"column": bad.column, "rows": list(bad.rows), "where": bad.where, "nan": bad.nan} for bad in bad_data]
         console.print_json({"data": shown, "levels": [diagnosis.to_json() for diagnosis in found]})
     else:
         for bad in bad_data:

@@ -11,8 +11,8 @@ from onnxamp.commands._training_options import OPTION_NAMES, training_options
 
 # What a run that goes on cannot change: it is in the graphs, or decides which rows come next.
 _FIXED = frozenset(
-    {*OPTION_NAMES, "model", "data", "column", "batch_size", "accumulate", "global_batch", "shuffle", "init_from"}
-    | {"like", "replace_head"}
+    {*OPTION_NAMES, "model", "data", "val_split", "column", "batch_size", "accumulate", "global_batch", "shuffle"}
+    | {"init_from", "like", "replace_head"}
 )
 
 
@@ -30,6 +30,10 @@ _FIXED = frozenset(
 @click.argument("model", required=False)
 @click.option("--data", help=".npz file, or folder of .npy columns or .npz shards; columns are named like the inputs.")
 @click.option("--val", help="Data to evaluate on after each epoch.")
+@click.option(
+    "--val-split", type=click.FloatRange(0, 1, min_open=True, max_open=True), metavar="PART",
+    help="Hold this part of the rows of --data out, drawn by --seed, and evaluate on them.",
+)  # fmt: skip
 @click.option("--column", multiple=True, metavar="INPUT=NAME", help="The data call this input NAME; repeatable.")
 @click.option("-o", "--output", metavar="RUN", help="The folder of the run.")
 @click.option("--epochs", type=click.IntRange(min=1), help="Passes over the data.  [default: 1, if no --steps]")

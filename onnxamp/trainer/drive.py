@@ -116,10 +116,10 @@ class Plan:
             binding.check_size(self.batch_size)
         if self.early_stop is not None:
             if self.val is None:
-                raise UsageError("--early-stop needs data to evaluate on: add --val.")
+                raise UsageError("--early-stop needs data to evaluate on: add --val or --val-split.")
             self.better(self.early_stop)
         if self.metrics and self.val is None:
-            raise UsageError("--metric needs data to evaluate on: add --val.")
+            raise UsageError("--metric needs data to evaluate on: add --val or --val-split.")
 
     def notes(self, trainer: Trainer) -> list[str]:
         """What a person should know of the data: casts, columns not used."""

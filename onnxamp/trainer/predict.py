@@ -1,22 +1,27 @@
-"""Outputs of a model file over a whole data set."""
+"""Outputs of a model file over a whole data set, and how good they are."""
 
 from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from onnxamp.errors import UnsupportedError
+from onnxamp.errors import DataError, UnsupportedError, UsageError
 from onnxamp.evidence.inputs import model_inputs
 from onnxamp.model.io import load
 from onnxamp.ort.session import SessionConfig, open_session, run
 from onnxamp.trainer.batches import Batches, Binding, bind
 from onnxamp.trainer.checkpoint import atomic, disk_error
-from onnxamp.trainer.data import Array, Field, open_data
-from onnxamp.trainer.outputs import joined
+from onnxamp.trainer.data import Array, Arrays, Field, open_data
+from onnxamp.trainer.metrics import Metric, metrics_of
+from onnxamp.trainer.outputs import joined, label_name, metric_options, prediction
+from onnxamp.training.bundle import Bundle
+
+# Columns that are compared with outputs, not read by models.
+_COMPARED = ("labels", "weights")
 
 
 def model_fields(path: str | os.PathLike[str]) -> tuple[Field, ...]:
@@ -67,11 +72,52 @@ def predict(
     Raises:
         DataError: The data do not fit, or an output has no row per input row.
     """
-    binding = bind(open_data(data), model_fields(model), columns=columns)
+    fields = model_fields(model)
+    known = {field.name for field in fields}
+    columns = {name: column for name, column in (columns or {}).items() if name in known or name not in _COMPARED}
+    binding = bind(open_data(data), fields, columns=columns)
     session = open_session(model, SessionConfig(provider=provider))
     batches = model_batches(binding, batch_size)
     binding.check_size(batches.batch_size)
     return joined((len(next(iter(batch.values()))), run(session, batch)) for batch in batches), binding.notes
+
+
+def score(
+    outputs: Mapping[str, Array],
+    data: object,
+    metrics: Iterable[str | Metric],
+    *,
+    columns: Mapping[str, str] | None = None,
+    bundle: Bundle | None = None,
+) -> dict[str, float]:
+    """Metrics of what `predict` gave for these data, by name, which have a column `labels` (and may have `weights`).
+
+    Args:
+        outputs: The outputs.
+        data: What they were predicted from.
+        metrics: Metrics, or their names.
+        columns: Name of an input, `labels` or `weights` to column name, where they differ.
+        bundle: What the model was trained as: says which output is meant and how it is read. Without one it is the first.
+
+    Raises:
+        DataError: There are no labels, or they do not belong to the output.
+        UsageError: A metric does not exist.
+    """
+    source, label = open_data(data), "labels" if bundle is None else label_name(bundle)
+    if not isinstance(source, Arrays):
+        raise UsageError("Metrics need data with a known number of rows.")
+    name = next(iter(outputs)) if bundle is None else str(prediction(bundle).name)
+    stored = {field.name for field in source.fields}
+    chosen = {key: (columns or {}).get(key, key) for key in (label, "weights")}
+    if chosen[label] not in stored:
+        raise DataError(
+            f"{source.origin} has no column {chosen[label]!r} to compare {name!r} with; it has {', '.join(stored)}."
+        )
+    taken = source.take(stored & set(chosen.values()), np.arange(source.rows))
+    measures = metrics_of(metrics, **({} if bundle is None else metric_options(bundle)))
+    for each in measures:
+        each.update(outputs[name], taken[chosen[label]], taken.get(chosen["weights"]))
+    return {each.name: each.value() for each in measures}
 
 
 def write_npz(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:

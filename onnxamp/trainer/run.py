@@ -82,6 +82,22 @@ class Run:
         """Whether the folder holds a run that was begun."""
         return self.config_path.is_file() and (self.bundle_path / MANIFEST).is_file()
 
+    def check_whole(self) -> None:
+        """Find out whether a run that made something has lost what it takes to go on.
+
+        Raises:
+            ModelError: It has checkpoints, records or a model, and no configuration or no bundle.
+        """
+        needed = (self.config_path, self.bundle_path / MANIFEST)
+        lost = [os.fspath(path.relative_to(self.folder)) for path in needed if not path.is_file()]
+        made = [path.name for path in (self.metrics_path, self.model_path) if path.exists()]
+        made += [path.name for path in checkpoints(self.checkpoint_folder)][-1:]
+        if self.ours and lost and made:
+            raise ModelError(
+                f"{self.folder} has {', '.join(made)}, but no {' and no '.join(lost)} to go on with. Put back what is missing; "
+                "or begin anew, with --force instead of --resume (which replaces this run) or in another folder."
+            )
+
     def create(self, inputs: Iterable[str | os.PathLike[str]] = (), *, force: bool = False) -> None:
         """Make the folder for a new run.
 

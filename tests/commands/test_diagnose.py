@@ -21,7 +21,8 @@ def test_poisoned_rows_are_skipped_and_named(place, call, flat, options, last):
     assert code == 0
     skipped = [line for line in out.splitlines() if "skipped:" in line]
     assert len(skipped) == 4
-    assert "'image' holds 64 NaN" in skipped[0]
+    named = [re.search(rf"'image' holds 64 NaN in row (\d+) of {re.escape(str(poisoned))};", line) for line in skipped]
+    assert sorted(int(found[1]) for found in named if found) == [100, 100, 300, 300]
     assert "; scale 65536 → 32768" in skipped[0]
     parameters = [value for key, value in last(place / "poisoned").items() if key.startswith("master/")]
     assert all(np.isfinite(value).all() for value in parameters)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -41,6 +43,32 @@ def test_export_and_predict(run, place, call):
     call("predict", folder, "--data", place / "test.npz", "-o", place / "r.npz")
     call("predict", place / "fp32.onnx", "--data", place / "test.npz", "-o", place / "p.npz", "--force")
     np.testing.assert_array_equal(np.load(place / "r.npz")["logits"], np.load(place / "p.npz")["logits"])
+
+
+def test_predictions_are_measured(run, place, call, tmp_path):
+    folder, _, _ = run
+    code, out, err = call("predict", folder, "--data", place / "test.npz", "--metric", "accuracy", "--metric", "f1")
+    assert (code, err) == (0, "")
+    assert out.endswith("  (360 rows)\n")
+    code, out, _ = call("predict", folder, "--data", place / "test.npz", "--metric", "accuracy", "--json")
+    measured = json.loads(out)
+    assert measured.keys() == {"rows", "accuracy"}
+    assert measured["rows"] == 360
+    call("export", folder, "-o", tmp_path / "m.onnx")
+    test = dict(np.load(place / "test.npz"))
+    np.savez(tmp_path / "y.npz", image=test["image"], y=test["labels"])
+    arguments = ("predict", tmp_path / "m.onnx", "--data", tmp_path / "y.npz", "--column", "labels=y")
+    code, out, _ = call(*arguments, "--metric", "accuracy", "--json", "-o", tmp_path / "p.npz")
+    assert json.loads(out) == measured
+    logits = np.load(tmp_path / "p.npz")["logits"]
+    assert measured["accuracy"] == pytest.approx((logits.argmax(1) == test["labels"]).mean())
+    code, _, err = call("predict", tmp_path / "m.onnx", "--data", tmp_path / "y.npz", "--metric", "accuracy")
+    assert code == 3
+    assert "has no column 'labels' to compare 'logits' with; it has image, y" in err
+    code, _, err = call("predict", folder, "--data", place / "test.npz")
+    assert (code, "Give -o FILE.npz, --metric NAME, or both" in err) == (2, True)
+    code, _, err = call("predict", folder, "--data", place / "test.npz", "--metric", "acuracy")
+    assert (code, "did you mean 'accuracy'" in err) == (2, True)
 
 
 def test_export_opens_no_session(run, place, call, monkeypatch):

@@ -52,6 +52,25 @@ def test_a_run_without_a_readable_checkpoint_is_not_begun_over(run, call, tmp_pa
     assert _contents(folder) == before
 
 
+@pytest.mark.parametrize("lost", ["config.toml", "bundle/manifest.json", "both"])
+@pytest.mark.parametrize("again", ["short", "whole"])
+def test_a_run_that_lost_its_configuration_or_bundle_is_not_begun_over(
+    run, place, call, options, tmp_path, lost, again
+):
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder)
+    lost = ["config.toml", "bundle/manifest.json"] if lost == "both" else [lost]
+    for name in lost:
+        (folder / name).unlink()
+    before = _contents(folder)
+    arguments = options(place, folder, resume=True) if again == "whole" else ("train", "--resume", "-o", folder)
+    code, _, err = call(*arguments)
+    assert code == 3
+    assert f"but no {' and no '.join(lost)} to go on with" in " ".join(err.split())
+    assert "--force instead of --resume" in err
+    assert _contents(folder) == before
+
+
 def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew(
     place, call, options, monkeypatch, last, tmp_path
 ):

@@ -86,6 +86,22 @@ def test_the_head_for_other_classes(place, call, flat, options):
     assert call("replace-head", place / "mlp.onnx", "--units", 3, "-o", place / "head.onnx")[0] == 2
 
 
+def test_a_part_of_the_data_is_held_out(place, call, options):
+    """The same rows in a run that goes on; they are not trained on."""
+    rows = len(np.load(place / "train.npz")["labels"])
+    given = {"val": None, "val-split": 0.25, "epochs": 1}
+    code, out, err = call(*options(place, place / "split", **given), "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["rows"] == rows - round(0.25 * rows)
+    assert 0 < result["values"]["accuracy"] <= 1
+    code, out, err = call("train", "--resume", "-o", place / "split", "--epochs", 2, "--json")
+    assert code == 0, err
+    assert json.loads(out)["rows"] == rows - round(0.25 * rows)
+    code, _, err = call("train", "--resume", "-o", place / "split", "--val-split", 0.5)
+    assert (code, "--val-split is fixed in a run that goes on" in err) == (2, True)
+
+
 def test_global_batch_and_early_stop(place, call, options):
     arguments = options(
         place,
