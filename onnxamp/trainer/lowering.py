@@ -1,6 +1,6 @@
-"""What ONNX Runtime's CPU kernels do faster in another form. A bundle's graphs stay plain ONNX: this happens when they are loaded.
+"""What a provider does faster in another form. A bundle's graphs stay plain ONNX: this happens when they are loaded.
 
-The times behind each are in benchmarks/results/train.md.
+The times behind each are in benchmarks/results/train.md and openvino.md.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ import onnx_ir as ir
 from onnxamp.ort.layouts import channel_block
 from onnxamp.ort.session import SessionConfig, loads
 from onnxamp.passes.blocked import BlockedConvPass
+from onnxamp.passes.layer_norm_statistics import LayerNormStatisticsPass
 from onnxamp.passes.masks import MaskPass
 from onnxamp.passes.scaled_add import ScaledAddPass
+from onnxamp.passes.scatters import ScatterRowsPass
+from onnxamp.passes.weight_gradients import WeightGradientPass
 
 
 def lower_gradient(model: ir.Model, config: SessionConfig) -> ir.Model:
     """grad.onnx for the provider of `config`; the model itself if there is nothing to gain."""
-    if config.provider != "cpu":
+    passes: list[ir.passes.InPlacePass] = []
+    if config.provider == "cpu":
+        passes = [MaskPass(), *([BlockedConvPass(block)] if (block := channel_block()) else ())]
+    elif config.provider == "openvino":
+        passes = [MaskPass(), WeightGradientPass(), LayerNormStatisticsPass(), ScatterRowsPass()]
+    if not passes:
         return model
-    passes: list[ir.passes.InPlacePass] = [MaskPass()]
-    if block := channel_block():
-        passes.append(BlockedConvPass(block))
     lowered = model.clone()
     modified = [each(lowered).modified for each in passes]
     return lowered if any(modified) else model
