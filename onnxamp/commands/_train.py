@@ -25,6 +25,7 @@ from onnxamp.trainer.data import Arrays, Data, hold_out, open_data
 from onnxamp.trainer.device import find_device, usable_threads
 from onnxamp.trainer.drive import Plan, drive, finished
 from onnxamp.trainer.fit import History
+from onnxamp.trainer.inference import take_weights
 from onnxamp.trainer.metrics import metric
 from onnxamp.trainer.micro_batch import micro_batch
 from onnxamp.trainer.run import Run
@@ -228,14 +229,7 @@ class Session:
             if source is None:
                 return before
             model = io.load(source)
-            known = before.graph.initializers
-            left = []
-            for name, value in model.graph.initializers.items():
-                old = known.get(name)
-                if old is not None and old.const_value is not None and _alike(old, value):
-                    value.const_value = ir.Tensor(old.const_value.numpy().copy(), name=name)
-                elif value.dtype is not None and value.dtype.is_floating_point():
-                    left.append(name)
+            left = take_weights(model, before)
         if left:
             self._say(f"not in {self.options['init_from']}, and kept from the model: {', '.join(left)}")
         return model
@@ -302,7 +296,3 @@ def heavy_nodes(graph: ir.Model) -> tuple[int, int]:
         if operator(node).kind is Kind.HEAVY
     ]
     return sum(kind in ("fp16", "bf16") for kind in kinds), len(kinds)
-
-
-def _alike(first: ir.Value, second: ir.Value) -> bool:
-    return first.dtype == second.dtype and first.shape is not None and first.shape == second.shape

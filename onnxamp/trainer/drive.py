@@ -112,7 +112,9 @@ class Plan:
             DataError: The data do not fit the model.
             UsageError: An option names something that does not exist.
         """
-        for binding in self._bindings(trainer):
+        data, *val = self._bindings(trainer)
+        data.check_size(self.batch_size, trainer.collective.world_size)
+        for binding in val:
             binding.check_size(self.batch_size)
         if self.early_stop is not None:
             if self.val is None:

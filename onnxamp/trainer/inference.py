@@ -128,6 +128,25 @@ def weights_of(model: ir.Model, names: Collection[str]) -> dict[str, NDArray[Any
     return {name: tensor.numpy().astype(np.float32) for name, tensor in tensors.items() if tensor is not None}
 
 
+def take_weights(model: ir.Model, source: ir.Model) -> list[str]:
+    """Give `model`, in place, the weights of `source` that have its names, types and shapes, in whatever form each model holds them.
+
+    Returns:
+        The float weights that it has and `source` has not, by name; single numbers in Constant nodes are not counted as weights.
+    """
+    known = {name: tensor for name, place in _places(source).items() if (tensor := _tensor(place)) is not None}
+    left = []
+    for name, place in _places(model).items():
+        own, other = _tensor(place), known.get(name)
+        if own is None:
+            continue
+        if other is not None and (other.dtype, other.shape) == (own.dtype, own.shape):
+            _set(place, other.numpy().copy())
+        elif own.dtype.is_floating_point() and (own.size > 1 or place.producer() is None):
+            left.append(name)
+    return left
+
+
 def _places(model: ir.Model) -> dict[str, ir.Value]:
     """Values that hold a parameter, by name."""
     places: dict[str, ir.Value] = {}

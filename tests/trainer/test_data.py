@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from onnxamp.errors import DataError
 from onnxamp.trainer.batches import Batches, bind
 from onnxamp.trainer.data import Field, Stream, hold_out, open_data
+from onnxamp.trainer.drive import Plan
 
 ROWS = 103
 X = np.arange(ROWS * 6, dtype=np.float32).reshape(ROWS, 2, 3)
@@ -389,3 +391,14 @@ def test_a_fixed_batch_must_divide_the_rows_of_all_processes():
     binding.check_size(8)
     with pytest.raises(DataError, match=r"8 rows in each of 2 processes, and 24 rows of the data .* leave 8 out"):
         binding.check_size(8, 2)
+
+
+def test_a_plan_counts_all_processes_before_the_run_begins():
+    """Those that train share the rows; rank 0 alone evaluates."""
+    trainer = SimpleNamespace(
+        fields=(Field("x", np.dtype(np.float32), (4, 1)),), collective=SimpleNamespace(world_size=2)
+    )
+    rows = {"x": np.zeros((4, 1), np.float32)}
+    with pytest.raises(DataError, match="in each of 2 processes"):
+        Plan(rows, batch_size=4).check(trainer)
+    Plan({"x": np.zeros((8, 1), np.float32)}, val=rows, batch_size=4).check(trainer)

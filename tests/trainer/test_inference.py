@@ -7,7 +7,7 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from onnxamp.errors import DataError, ModelError
-from onnxamp.trainer.inference import inference_model
+from onnxamp.trainer.inference import inference_model, take_weights, weights_of
 from onnxamp.trainer.outputs import joined
 from onnxamp.trainer.trainer import Trainer
 
@@ -61,6 +61,17 @@ def test_unknown_parameters_are_named():
         inference_model(_source(), {"v": np.zeros(3, np.float32)})
     with pytest.raises(ModelError, match=r"no parameter 'scale' of shape \[5\]"):
         inference_model(_source(), {"scale": np.zeros(5, np.float32)})
+
+
+def test_weights_are_taken_over_in_whatever_form_each_model_holds_them():
+    values = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "scale": np.full(4, 3, np.float32)}
+    source, model = inference_model(_source(), values), _source()
+    source.graph.initializers["shift"].name = "other"
+    assert take_weights(model, source) == ["shift"]
+    names = ["w", "scale"]
+    assert {name: value.tolist() for name, value in weights_of(model, names).items()} == {
+        name: value.tolist() for name, value in values.items()
+    }
 
 
 def test_a_trainer_exports_its_parameters(bundle, batches, tmp_path):
