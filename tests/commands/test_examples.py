@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,19 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_scripts_assert_what_the_table_states():
+    stated = re.findall(
+        r"^\| `(\w+\.py)` .*\b(above|below) ([\d.]+)", (EXAMPLES / "README.md").read_text(), re.MULTILINE
+    )
+    assert len(stated) == 5  # adapter.py compares two results with each other
+    for name, side, number in stated:
+        assert re.search(
+            rf"assert .* {'>' if side == 'above' else '<'} {re.escape(number)}$",
+            (EXAMPLES / name).read_text(),
+            re.MULTILINE,
+        )
 
 
 @pytest.mark.parametrize("name", ["regression", "keras_regression"])
