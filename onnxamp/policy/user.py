@@ -18,9 +18,8 @@ from onnxamp.policy import codes
 from onnxamp.policy.operators import OPERATORS
 from onnxamp.policy.options import Options, matches
 
-# A pattern of higher rank decides.
+# A pattern of higher rank decides; of one rank, the command line before the policy file.
 _EXACT, _PATTERN, _OPERATOR, _ALL = 4, 3, 2, 1
-_FILE_BELOW = 0.5  # a policy file's entry gives way to a command-line entry of the same rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +43,17 @@ class Wish:
 class _Entry:
     low: bool
     pattern: str
-    rank: float
+    rank: int
     code: str
     used: bool = False
+
+    @property
+    def from_file(self) -> bool:
+        return self.code == codes.POLICY_FILE
+
+    @property
+    def weight(self) -> tuple[int, bool]:
+        return self.rank, not self.from_file
 
     def matches(self, node: ir.Node, place: str) -> bool:
         if self.rank == _OPERATOR:
@@ -120,19 +127,19 @@ def wishes(graph: TypeGraph, options: Options) -> dict[ir.Node, Wish]:
             if not entry.matches(node, place[node]):
                 continue
             entry.used = True
-            if best is None or entry.rank > best.rank:
+            if best is None or entry.weight > best.weight:
                 best = entry
-            elif entry.rank == best.rank and entry.low != best.low:
+            elif entry.weight == best.weight and entry.low != best.low:
                 keep, lower = sorted((entry, best), key=lambda e: e.low)
                 raise UsageError(
                     f"Node {label(node)!r} is asked to stay fp32 by {keep.pattern!r} and to become {options.dtype} by "
                     f"{lower.pattern!r}, which is just as specific: make one of them more specific."
                 )
         if best is not None:
-            result[node] = Wish(best.low, best.code, best.pattern, best.rank == _EXACT)
+            result[node] = Wish(best.low, best.code, best.pattern, best.weight == (_EXACT, True))
     for entry in entries:
         if not entry.used and entry.rank not in (_OPERATOR, _ALL):
-            kind = "lower" if entry.low else "keep"
+            kind = "policy file's" if entry.from_file else "lower" if entry.low else "keep"
             raise UsageError(
                 f"The {kind} pattern {entry.pattern!r} matches no node that computes with floats"
                 f"{nearest(entry.pattern, found)} See the names with `onnxamp inspect`."
@@ -175,5 +182,4 @@ def _file_entries(options: Options, found: set[str]) -> Iterator[_Entry]:
     for pattern, precision in options.policy:
         entry = _entry(pattern, precision != "fp32", found)
         entry.code = codes.POLICY_FILE
-        entry.rank -= _FILE_BELOW
         yield entry

@@ -81,7 +81,8 @@ def test_patterns(options, expected):
         ({"io": ("xx=low",)}, "'xx' matches no float input or output; did you mean 'x'"),
         ({"dim": (("bacth", 8),)}, "no dimension 'bacth'"),
         ({"policy": ((FIRST, "fp16"),)}, "use fp32 or low"),
-        ({"lower": "nothing"}, "matches no node"),
+        ({"lower": "nothing"}, "The lower pattern 'nothing' matches no node"),
+        ({"policy": (("nothing", "low"),)}, "The policy file's pattern 'nothing' matches no node"),
         ({"keep": "layers*", "lower": "*/MatMul"}, "just as specific"),
         ({"keep_op": "MatMul", "lower_op": "MatMul"}, "just as specific"),
         ({"keep": "re:("}, "no valid regular expression"),
@@ -91,6 +92,12 @@ def test_patterns(options, expected):
 def test_bad_patterns(options, message):
     with pytest.raises(UsageError, match=message):
         decide(**options)
+
+
+def test_everything_in_a_file_matches_nothing_in_a_model_without_floats(plan_of):
+    text = "g (int64[4] x) => (int64[4] y) { y = Neg(x) }"
+    for options in ({"keep": "*"}, {"policy": (("*", "fp32"),)}):
+        assert plan_of(text, **options).nodes == {}
 
 
 def test_naming_an_illegal_node_is_an_error_and_a_wildcard_skips_it(plan_of):
