@@ -102,7 +102,7 @@ def _deserialize(proto: onnx.ModelProto, *, own: bool) -> ir.Model:
     _log.setLevel(logging.ERROR)
     try:
         model = ir.from_proto(proto)
-    except Exception as problem:
+    except Exception as problem:  # a damaged proto takes onnx_ir anywhere: KeyError, ValueError, TypeError, ...
         raise ModelError(f"The model cannot be read: {cause(problem)}.") from None
     finally:
         _log.setLevel(level)
