@@ -24,6 +24,7 @@ from onnxamp.evidence.synthesis import synthesize
 from onnxamp.model import io, types
 from onnxamp.model.opset import HIGHEST, raise_opset
 from onnxamp.model.preparation import prepared
+from onnxamp.model.units import all_values
 
 
 def samples(path: pathlib.Path, source: onnx.ModelProto, inputs: pathlib.Path | None) -> list[dict[str, object]]:
@@ -59,12 +60,17 @@ def row(path: pathlib.Path, inputs: pathlib.Path | None) -> str:
     if before >= HIGHEST:
         return f"{head} | {before} | not raised | | |"
     model = io.load(path)
+    declared = {value: value.shape for value in all_values(model.graph)}
     types.infer(model)
     try:
         raise_opset(model, HIGHEST)
     except AmpError as problem:
         return f"{head} | {before} | refused: {str(problem).replace('|', '/')} | | |"
     types.infer(model)
+    if wrong := types.contradiction(model):  # where a conversion leaves the model at its opset
+        return f"{head} | {before} | refused: {wrong.replace('|', '/')} | | |"
+    for value, shape in declared.items():  # as in a conversion: what was inferred is not written
+        value.shape = shape
     later = io.to_proto(model)
     if judge.valid(source) and not judge.valid(later):
         return f"{head} | {HIGHEST} | not valid | | |"

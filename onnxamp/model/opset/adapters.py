@@ -337,7 +337,4 @@ def resize_13(edit: Edit) -> None:
     roi = edit.operand(1)
     if roi is not None and roi.shape == (0,):
         edit.put(1, None)
-        producer = roi.producer()
-        if producer is not None and producer.op_type == "Constant" and not roi.uses() and not roi.is_graph_output():
-            assert producer.graph is not None
-            producer.graph.remove(producer)
+        edit.discard(roi)

@@ -12,6 +12,8 @@ from onnxamp.errors import UnsupportedError
 from onnxamp.model.constants import fixed_tensor
 from onnxamp.model.naming import Names
 
+_ADDED = "onnxamp.added"  # key of Value.meta: a row put its node in front of another
+
 
 class OpsetError(UnsupportedError):
     """An operator cannot be written in the opset that is wanted.
@@ -124,6 +126,13 @@ class Edit:
             raise self.refuse("the type of its operand is unknown")
         return value.dtype.numpy()
 
+    def discard(self, value: ir.Value) -> None:
+        """Remove a constant that a row put in front, once nothing takes it; the source's own stay."""
+        node = value.producer()
+        if node is not None and _ADDED in value.meta and not value.uses() and not value.is_graph_output():
+            assert node.graph is not None
+            node.graph.remove(node)
+
     def is_read(self, index: int) -> bool:
         """Whether something takes the result, or could."""
         outputs = self.node.outputs
@@ -147,6 +156,7 @@ class Edit:
         node = self._insert(op_type, inputs, attributes)
         node.name = self._names.node(f"{self._base()}/{role}")
         node.outputs[0].name = self._names.value(f"{self._result()}/{role}")
+        node.outputs[0].meta[_ADDED] = True
         return node.outputs[0]
 
     def split(self, role: str, inputs: Sequence[ir.Value | None], attributes: dict[str, Any]) -> ir.Value:
