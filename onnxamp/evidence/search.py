@@ -261,7 +261,9 @@ class _Search:
         quiet = frontier.at(math.inf)  # passes, or moves no less than what passes, or is not known
         point: Point | None = noisy
         if not base.passed:  # nor does what has more noise
-            start = Point(0.0, (), (), math.fsum(filter(math.isfinite, map(noise.get, self.space.raisable))))
+            start = Point(
+                0.0, (), (), math.fsum(noise[name] for name in self.space.raisable if math.isfinite(noise[name]))
+            )
             point = frontier.between(noisy, quiet, self.aim(start, base.result.error, noisy, quiet, 0)) or quiet
         for turn in itertools.count(1):
             if point is None or not self.left:
