@@ -57,7 +57,6 @@ BAD_CALLS = [
     ({"val": None}, 2, "--metric needs data to evaluate on"),
     ({"early-stop": "f1"}, 2, "There is no 'f1' to watch; there are val_loss, accuracy"),
     ({"val-split": 0.5}, 2, "--val and --val-split both say what to evaluate on"),
-    ({"val": None, "val-split": 1}, 2, "--val-split"),
     ({"output": None}, 2, "Where should the run go"),
     ({"data": "nowhere.npz"}, 3, "no data at nowhere.npz"),
     ({"column": "image=pixels"}, 3, "'pixels' is missing"),
