@@ -1,11 +1,11 @@
-"""Training steps on the OpenVINO provider, in FP32 and with its own bf16, against PyTorch, interleaved; and their loss curves.
+"""Training steps on the OpenVINO provider, in FP32 and with its bf16 hint, against PyTorch, interleaved; and their loss curves.
 
     python benchmarks/openvino.py                  # writes benchmarks/results/openvino.md
     python benchmarks/openvino.py --model resnet --rounds 5 --no-write
 
-Needs an environment of its own: `pip install 'onnxamp[openvino]' torch`. The graph is the FP32 one at every precision: OpenVINO chooses
-by its precision hint where it computes in bf16, and the policy of onnxamp has no part in it. The hint does nothing on a
-processor without AVX512_BF16 or AMX; the table says which it is.
+Needs an environment of its own: `pip install 'onnxamp[openvino]' torch onnxscript`. The graph is the FP32 one at every precision: OpenVINO
+chooses by its precision hint where it computes in bf16, and the policy of onnxamp has no part in it. The hint does nothing on a
+processor without AVX512_BF16 or AMX; the table says which it is. `--threads 1 --clock cpu` measures on a machine that is not idle.
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import onnx
+
 sys.path.insert(0, str(Path(__file__).parent))
 from train_models import export, make
 
 REFERENCE = "PyTorch fp32"
+CURVE = 20
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-def hint(precision: str) -> dict[str, str]:
+def hint(precision: str, threads: int) -> dict[str, str]:
     """Provider options with a precision hint."""
-    return {"device_type": "CPU", "load_config": f'{{"CPU": {{"INFERENCE_PRECISION_HINT": "{precision}"}}}}'}
+    properties = f'"INFERENCE_PRECISION_HINT": "{precision}", "INFERENCE_NUM_THREADS": "{threads}"'
+    return {"device_type": "CPU", "load_config": f'{{"CPU": {{{properties}}}}}'}
 
 
 def torch_step(model: str, threads: int, bf16: bool) -> Callable[[], float]:
@@ -54,16 +60,26 @@ def torch_step(model: str, threads: int, bf16: bool) -> Callable[[], float]:
     return step
 
 
-def onnxamp_step(model: str, threads: int, provider: str, options: dict[str, str]) -> Callable[[], float]:
-    """The step of a trainer."""
+def onnxamp_step(
+    model: str, threads: int, provider: str, options: dict[str, str] | None = None, *, fixed: bool = False
+) -> Callable[[], float]:
+    """The step of a trainer; `fixed`: of a model whose batch size is in the file."""
     from onnxamp.trainer.trainer import Trainer
     from onnxamp.training import AdamW, build
 
     module, inputs, labels = make(model)
     with tempfile.TemporaryDirectory() as folder:
-        export(module, inputs, Path(folder) / "model.onnx")
-        bundle = build(Path(folder) / "model.onnx", loss="cross_entropy", optimizer=AdamW(lr=1e-3), level="O0")
-    trainer = Trainer(bundle, provider, threads=threads, provider_options=options)
+        path = Path(folder) / "model.onnx"
+        export(module, inputs, path)
+        if fixed:
+            proto = onnx.load(path)
+            for value in proto.graph.input:
+                value.type.tensor_type.shape.dim[0].dim_value = len(inputs[value.name])
+            for value in (*proto.graph.output, *proto.graph.value_info):
+                value.type.tensor_type.ClearField("shape")
+            onnx.save(proto, path)
+        bundle = build(path, loss="cross_entropy", optimizer=AdamW(lr=1e-3), level="O0")
+    trainer = Trainer(bundle, provider, threads=threads, provider_options=options or {})
     batch = {**inputs, "labels": labels}
     return lambda: trainer.micro_step(batch).loss
 
@@ -72,33 +88,39 @@ def main() -> None:
     """Measure and record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", nargs="*", default=["resnet", "gpt"])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15, help=f"how many of the last of {CURVE} steps are timed")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="cpu: processor time, for a machine that is not idle"
+    )
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
-    threads = arguments.threads
-    lines = ["| model | engine | step, ms | ratio to PyTorch fp32 | loss after 20 steps |", "|---|---|---|---|---|"]
+    threads, now = arguments.threads, CLOCKS[arguments.clock]
+    lines = ["| model | engine | step, ms | ratio to PyTorch fp32 | last loss | apart |", "|---|---|---|---|---|---|"]
     for model in arguments.model:
         steps = {
             REFERENCE: torch_step(model, threads, False),
             "PyTorch bf16 autocast": torch_step(model, threads, True),
-            "CPU provider": onnxamp_step(model, threads, "cpu", {}),
-            "OpenVINO f32": onnxamp_step(model, threads, "openvino", hint("f32")),
-            "OpenVINO bf16": onnxamp_step(model, threads, "openvino", hint("bf16")),
+            "CPU provider": onnxamp_step(model, threads, "cpu"),
+            "OpenVINO f32": onnxamp_step(model, threads, "openvino", hint("f32", threads)),
+            "OpenVINO bf16": onnxamp_step(model, threads, "openvino", hint("bf16", threads)),
+            "OpenVINO f32, fixed batch": onnxamp_step(model, threads, "openvino", hint("f32", threads), fixed=True),
+            "OpenVINO bf16, fixed batch": onnxamp_step(model, threads, "openvino", hint("bf16", threads), fixed=True),
         }
-        losses = {name: [step() for _ in range(20)][-1] for name, step in steps.items()}
+        curves: dict[str, list[float]] = {name: [] for name in steps}
         times: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(arguments.rounds):
+        for _ in range(CURVE):  # the first steps compile and warm up; the last ones are the rounds
             for name, step in steps.items():
-                took = []
-                for _ in range(3):
-                    start = time.perf_counter()
-                    step()
-                    took.append(1e3 * (time.perf_counter() - start))
-                times[name].append(statistics.median(took))
+                start = now()
+                curves[name].append(step())
+                times[name].append(1e3 * (now() - start))
+        exact = np.array(curves[REFERENCE])
         for name, values in times.items():
-            ratio = statistics.median(a / b for a, b in zip(values, times[REFERENCE], strict=True))
-            lines.append(f"| {model} | {name} | {statistics.median(values):.0f} | {ratio:.2f} | {losses[name]:.4f} |")
+            measured = list(zip(values, times[REFERENCE], strict=True))[-arguments.rounds :]
+            ratio = statistics.median(a / b for a, b in measured)
+            step = statistics.median(a for a, _ in measured)
+            apart = float(np.max(np.abs(np.array(curves[name]) - exact) / exact))
+            lines.append(f"| {model} | {name} | {step:.0f} | {ratio:.2f} | {curves[name][-1]:.5f} | {apart:.1e} |")
             print(lines[-1], flush=True)
     if not arguments.no_write:
         write(lines, arguments)
@@ -119,8 +141,10 @@ def write(lines: list[str], arguments: argparse.Namespace) -> None:
 
 {datetime.date.today()}, {name} ({", ".join(units)}), {arguments.threads} threads, onnxruntime-openvino {onnxruntime.__version__},
 PyTorch {torch.__version__}.{real}
-Made by `python benchmarks/openvino.py`: AdamW, FP32 graphs, {arguments.rounds} interleaved rounds of 3 steps, medians; load average
-{os.getloadavg()[1]:.1f} (other programs ran where that is above {arguments.threads}: then only ratios mean something).
+Made by `python benchmarks/openvino.py`: AdamW, FP32 graphs, {CURVE} steps on one batch, the engines in turns at each step;
+{arguments.clock} time, medians of the last {arguments.rounds} steps. Load average {os.getloadavg()[1]:.1f}: where that
+is above {arguments.threads}, other programs ran, and only ratios mean something. `apart`: largest relative
+difference of a loss from PyTorch's in FP32.
 
 {chr(10).join(lines)}
 """

@@ -1,5 +1,7 @@
 """A step in the forms that the CPU likes against the bundle's own graphs."""
 
+import pathlib
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,8 @@ from onnxamp.trainer import gradient
 from onnxamp.trainer.lowering import lower_gradient
 from onnxamp.trainer.trainer import Trainer
 from onnxamp.training import SGD, CrossEntropy, build
+
+MODELS = pathlib.Path(__file__).parents[2] / "models"
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
@@ -48,3 +52,15 @@ def test_lowered_gradients_are_those_of_the_bundle(exporter, level, monkeypatch)
 def test_other_providers_keep_the_graph(bundle):
     graph = bundle.graphs["grad"]
     assert lower_gradient(graph, SessionConfig("cuda")) is graph
+
+
+def test_openvino_gets_what_it_can_read():
+    """Each form is compared with the bundle's in `tests/passes/test_compilers.py`."""
+    graph = build(MODELS / "gpt.onnx", loss="cross_entropy", optimizer="sgd", level="O0").graphs["grad"]
+    lowered = lower_gradient(graph, SessionConfig("openvino")).graph
+    operators = [node.op_type for node in lowered]
+    assert "ScatterElements" in operators
+    assert "ScatterND" not in operators
+    norms = [len(node.outputs) for node in lowered if node.op_type == "LayerNormalization"]
+    assert norms
+    assert set(norms) == {1}
