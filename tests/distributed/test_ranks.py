@@ -54,6 +54,22 @@ def test_ranks_are_one_process(mlp, rows, ranks, size, count):
         np.testing.assert_allclose(each.losses, history.losses, rtol=1e-5)
 
 
+def test_the_mean_is_over_the_labels_that_count(mlp, rows, ranks):
+    """Ranks with unequal numbers of ignored labels: a mean of the ranks' means would be another one."""
+    bundle, data = build(mlp), rows(32)
+    data["labels"][
+        [0, 1, 2, 8, 9, 10, 11, 17, 24, 25]
+    ] = -100  # 3, 4, 1 and 2 of the four rows of rank 0, and none of rank 1
+
+    def work(trainer):
+        trainer.fit(data, epochs=2, batch_size=4, shuffle=False)
+        return trainer
+
+    alone = Trainer(bundle, "cpu", threads=1)
+    alone.fit(data, epochs=2, batch_size=8, shuffle=False)
+    same(ranks(bundle, 2, work), alone, 2e-5)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_an_overflow_on_one_rank_is_one_of_all(mlp, rows, ranks, size):
     bundle, data = build(mlp, "O2"), rows(64)
