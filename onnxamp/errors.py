@@ -68,8 +68,10 @@ class InternalError(AmpError):
 
 
 def one_line(message: object, limit: int = 300) -> str:
-    """What a foreign exception or log says, as part of a sentence: on one line, `limit` characters at most, no full stop."""
-    return " ".join(str(message).split())[:limit].rstrip(". ")
+    """What a foreign exception or log says, as part of a sentence: on one line, `limit` characters at most, no full stop; an exception
+    that says nothing by its type."""
+    text = str(message) or (type(message).__name__ if isinstance(message, BaseException) else "")
+    return " ".join(text.split())[:limit].rstrip(". ")
 
 
 def cause(problem: BaseException) -> str:

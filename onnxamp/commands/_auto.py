@@ -96,7 +96,7 @@ def _function(place: str) -> Callable[[Sequence[Mapping[str, Any]]], float]:
 def _said(problem: Exception) -> str:
     from onnxamp.errors import one_line
 
-    return f"{type(problem).__name__}: {one_line(problem, 200) or 'no message'}"
+    return f"{type(problem).__name__}: {one_line(str(problem), 200) or 'no message'}"
 
 
 def run(

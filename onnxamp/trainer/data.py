@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from onnxamp.errors import AmpError, DataError
+from onnxamp.errors import AmpError, DataError, one_line
 
 Array: TypeAlias = npt.NDArray[Any]
 Batch: TypeAlias = dict[str, Array]
@@ -309,7 +309,7 @@ def _open_npy(path: Path) -> Array:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as problem:  # of many kinds, as below
-        raise DataError(f"{path} is no readable .npy file ({_first_line(problem)}).") from problem
+        raise DataError(f"{path} is no readable .npy file ({one_line(problem)}).") from problem
     array = _rows(array, path.stem, str(path))
     return np.array(array) if array.nbytes <= _SMALL_BYTES else array
 
@@ -332,7 +332,7 @@ def _open_npz(path: Path) -> dict[str, Array]:
     except AmpError:
         raise
     except Exception as problem:  # archives and headers fail in as many ways as there are damages and compressions
-        raise DataError(f"{path} is no readable .npz file ({_first_line(problem)}).") from problem
+        raise DataError(f"{path} is no readable .npz file ({one_line(problem)}).") from problem
     return {name: _rows(array, name, str(path)) for name, array in arrays.items()}
 
 
@@ -362,10 +362,6 @@ def _refuse_too_large(size: int, path: Path) -> None:
             f"{path} is compressed and needs {size / 1e9:.1f} GB in memory; save it with numpy.savez "
             "(uncompressed), which is memory-mapped."
         )
-
-
-def _first_line(problem: BaseException) -> str:
-    return (str(problem) or type(problem).__name__).splitlines()[0]
 
 
 def shape_text(shape: Sequence[int | str | None] | None) -> str:
