@@ -62,7 +62,7 @@ class SingleProcess:
         """Nobody to wait for."""
 
 
-def divided(window: int, ranks: int, largest: int, done: int = 0) -> tuple[int, int]:
+def divided(window: int, ranks: int, largest: int, done: int = 0, what: str = "rows") -> tuple[int, int]:
     """Rows of a micro-batch of one rank, and micro-batches in a window, for windows of `window` rows in all.
 
     A run keeps its windows, and with them its results, when the number of processes changes.
@@ -72,6 +72,7 @@ def divided(window: int, ranks: int, largest: int, done: int = 0) -> tuple[int, 
         ranks: The number of ranks.
         largest: The most rows that a micro-batch may have; as many as can be are taken.
         done: Rows of the window that is open, which must be whole micro-batches of all ranks too.
+        what: What is counted, if not rows.
 
     Raises:
         UsageError: `window` or `done` is no multiple of `ranks`.
@@ -79,7 +80,7 @@ def divided(window: int, ranks: int, largest: int, done: int = 0) -> tuple[int, 
     for size in range(min(largest, window // ranks), 0, -1):
         if window % (size * ranks) == 0 and done % (size * ranks) == 0:
             return size, window // (size * ranks)
-    held = f"Windows of {window} rows" if window % ranks else f"The {done} rows of the window that is open"
+    held = f"Windows of {window} {what}" if window % ranks else f"The {done} {what} of the window that is open"
     fitting = [n for n in range(1, max(2 * ranks, 8) + 1) if window % n == 0 and done % n == 0]
     raise UsageError(
         f"{held} cannot be shared evenly by {ranks} processes: take {', '.join(map(str, fitting))}"

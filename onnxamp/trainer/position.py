@@ -117,7 +117,8 @@ class FitState:
         before_save: Called before a checkpoint is written: what it says to have happened is on the disk first.
 
     Raises:
-        UsageError: The run was saved where its rows so far are no whole number of the micro-batches asked for now.
+        UsageError: The run was saved where its rows (or batches of a stream) so far are no whole number of the micro-steps asked for
+            now.
     """
 
     def __init__(self, trainer: Steps, batches: Batches, epochs: int | None, steps: int | None) -> None:
@@ -136,18 +137,7 @@ class FitState:
         self.memory: dict[str, Any] = dict(position.get("memory", {}))
         self.reason: str | None = None
         self.before_save: list[Callable[[], None]] = []
-        before, size = position.get("size"), batches.size
-        if before and size and before != size:
-            done = self.batch * before
-            if batches.rows is not None and done >= batches.rows:
-                self.batch = len(batches)
-            elif done % size:
-                raise UsageError(
-                    f"The run has used {done} rows of the epoch, which are no whole number of micro-batches of {size} rows: "
-                    "take a batch size and a number of processes that divide them."
-                )
-            else:
-                self.batch = done // size
+        self.batch = self._regrouped(position)
         self._settled = self._position()
 
     @property
@@ -184,11 +174,36 @@ class FitState:
         for name in ("epoch", "batch", "windows", "step", "skipped", "evaluated", "memory"):
             setattr(self, name, self._settled[name])
 
+    def _regrouped(self, position: Mapping[str, Any]) -> int:
+        """Micro-steps of the size asked for now that the saved ones of the epoch are."""
+        batches = self.batches
+        then, now, what = position.get("size"), batches.size, "rows"
+        if not self.batch or "size" not in position:
+            return self.batch
+        if (then is None) != (now is None):
+            raise UsageError(
+                "The run was saved in the middle of an epoch of another kind of batches: give batch_size as before."
+            )
+        if then is None or now is None:  # a micro-step takes one batch of the stream for each process
+            then, now, what = position.get("world_size", batches.world_size), batches.world_size, "batches"
+        done = self.batch * then
+        if then == now:
+            return self.batch
+        if batches.rows is not None and done >= batches.rows:
+            return len(batches)
+        if done % now:
+            raise UsageError(
+                f"The run has used {done} {what} of the epoch, which are no whole number of micro-steps of {now} {what}: "
+                "take a batch size and a number of processes that divide them."
+            )
+        return int(done // now)
+
     def _position(self) -> dict[str, Any]:
         return {
             "epoch": self.epoch,
             "batch": self.batch,
             "size": self.batches.size,
+            "world_size": self.batches.world_size,
             "windows": self.windows,
             "step": self.step,
             "skipped": self.skipped,

@@ -141,6 +141,8 @@ class Trainer:
     def regroup(self, batch_size: int) -> int:
         """After `load`: keep the rows of windows, whatever the number of processes is now.
 
+        Where batches of a stream are taken as they are, it is their number that windows keep.
+
         Args:
             batch_size: The most rows that a micro-batch may have.
 
@@ -148,12 +150,16 @@ class Trainer:
             The rows of a micro-batch of each process; `accumulate` is set to go with it.
 
         Raises:
-            UsageError: The rows of a window cannot be shared evenly by so many processes.
+            UsageError: The rows, or batches, of a window cannot be shared evenly by so many processes.
         """
-        if not (before := self.position.get("size")):
+        before, ranks = self.position.get("size"), self.collective.world_size
+        if not before:
+            then = self.position.get("world_size", ranks)
+            _, accumulate = divided(then * self.accumulate, ranks, 1, then * self._loop.window.micro_steps, "batches")
+            self._loop.regroup(accumulate)
             return batch_size
         rows = self._loop.window.rows
-        size, accumulate = divided(before * self.accumulate, self.collective.world_size, batch_size, rows)
+        size, accumulate = divided(before * self.accumulate, ranks, batch_size, rows)
         self._loop.regroup(accumulate)
         return size
 

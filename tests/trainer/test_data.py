@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from onnxamp.errors import DataError
+from onnxamp.errors import DataError, UsageError
 from onnxamp.trainer.batches import Batches, bind
 from onnxamp.trainer.data import Field, Stream, hold_out, open_data
 from onnxamp.trainer.drive import Plan
+from onnxamp.trainer.position import FitState
 
 ROWS = 103
 X = np.arange(ROWS * 6, dtype=np.float32).reshape(ROWS, 2, 3)
@@ -402,3 +403,21 @@ def test_a_plan_counts_all_processes_before_the_run_begins():
     with pytest.raises(DataError, match="in each of 2 processes"):
         Plan(rows, batch_size=4).check(trainer)
     Plan({"x": np.zeros((8, 1), np.float32)}, val=rows, batch_size=4).check(trainer)
+
+
+@pytest.mark.parametrize(("then", "step", "now", "batch"), [(2, 3, 1, 6), (2, 2, 4, 1), (2, 3, 2, 3), (4, 1, 2, 2)])
+def test_a_stream_goes_on_at_its_place_with_another_number_of_processes(then, step, now, batch):
+    """Its batches are taken as they are, one for each process in a micro-step."""
+
+    def state(ranks, position):
+        binding = bind(open_data(Reader(4)), FIELDS)
+        collective = SimpleNamespace(world_size=ranks, rank=0)
+        trainer = SimpleNamespace(position=position, collective=collective, accumulate=1)
+        return FitState(trainer, Batches(binding, None, world_size=ranks), 1, None)
+
+    before = state(then, {})
+    before.batch = step
+    assert state(now, before._position()).batch == batch
+    before.batch = 3
+    with pytest.raises(UsageError, match=rf"{3 * then} batches of the epoch.* micro-steps of 5 batches"):
+        state(5, before._position())
