@@ -49,7 +49,7 @@ def deadly(original, wanted):
 
 def checkpoint(path, *_):
     name = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else str(path)
-    return "/checkpoints/." in name and name.endswith(".part")
+    return "/checkpoints/." in name and name.endswith(".tmp")
 
 from onnxamp.trainer.trainer import Trainer
 if moment == "step":

@@ -29,7 +29,8 @@ def test_poisoned_rows_are_skipped_and_named(place, call, flat, options, last):
     code, out, _ = call("diagnose", place / "poisoned", "--data", poisoned, "--rows", 32, "--json")
     assert code == 1
     found = json.loads(out)
-    assert found["data"] == [{"column": "image", "rows": [100, 300], "nan": True}]
+    where = f"rows 100 and 300 of {poisoned}"
+    assert found["data"] == [{"column": "image", "rows": [100, 300], "where": where, "nan": True}]
     assert found["levels"][0]["first"]["nan"] > 0
 
 
