@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.errors import UnsupportedError
+from onnxamp.model.constants import add_initializer
 from onnxamp.model.incremental import IncrementalInference
 from onnxamp.model.units import bodies
 
@@ -201,16 +202,8 @@ class Emitter:
         key = (array.dtype.str, array.dtype.name, array.shape, array.tobytes())
         if key not in self._constants:
             text = "_".join(str(item) for item in array.reshape(-1)[:6].tolist()) if array.size <= 6 else "table"
-            tensor = ir.tensor(array)
-            value = ir.Value(
-                name=self.unique(f"grad/{name}/{text or 'empty'}"),
-                type=ir.TensorType(tensor.dtype),
-                shape=ir.Shape(array.shape),
-                const_value=tensor,
-            )
-            tensor.name = value.name
-            self.graph.register_initializer(value)
-            self._constants[key] = value
+            called = self.unique(f"grad/{name}/{text or 'empty'}")
+            self._constants[key] = add_initializer(self.graph, called, array)
         return self._constants[key]
 
     def scalar(self, number: float, dtype: ir.DataType | None) -> ir.Value:

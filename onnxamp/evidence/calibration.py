@@ -18,6 +18,7 @@ from onnxamp.evidence.sampling import Model, choose, path_of
 from onnxamp.model.preparation import prepared
 from onnxamp.model.units import all_nodes, bodies
 from onnxamp.ort.session import SessionConfig, open_session
+from onnxamp.passes.append import Appender
 from onnxamp.passes.lift import Lift
 from onnxamp.policy.options import HEADROOM
 
@@ -131,7 +132,7 @@ def calibrate(
             yield sample
 
     values = observe(ready, counted(), limits, name=path_of(model))
-    reaches = Lift(ready, iter(()).__next__).reaches
+    reaches = Lift(Appender(ready, "onnxamp.calibrate")).reaches
     closed = [node for node in all_nodes(ready.graph) if not all(map(reaches, bodies(node)))]
     unseen = tuple(f"{node.op_type} {node.name or node.outputs[0].name!r}" for node in closed)
     return Calibration((*inputs.values(), *values), dtype, seen, chosen.source, chosen.made_up, headroom, unseen)

@@ -42,6 +42,14 @@ def fixed_tensor(value: ir.Value | None, ir_version: int) -> ir.TensorProtocol |
     return constant_tensor(value)
 
 
+def add_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
+    """A new initializer of `graph` that holds `array`; no value has the name yet."""
+    tensor = ir.tensor(array, name=name)
+    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
 def constant_bytes(value: ir.Value) -> int:
     """The bytes of a constant; 0 for what is none."""
     tensor = constant_tensor(value)

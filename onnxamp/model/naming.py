@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import onnx_ir as ir
 
 from onnxamp.dtypes import BY_IR
@@ -19,12 +21,21 @@ def unique(wanted: str, taken: set[str] | set[str | None]) -> str:
 
 
 class Names:
-    """The names of a model's values and nodes, in every scope and function."""
+    """The names of a model's values and nodes, in every scope and function, read when the first one is asked for."""
 
     def __init__(self, model: ir.Model) -> None:
-        graphs = [model.graph, *(function.graph for function in model.functions.values())]
-        self._values = {value.name for graph in graphs for value in all_values(graph)}
-        self._nodes = {node.name for graph in graphs for node in all_nodes(graph)}
+        self._model = model
+
+    @functools.cached_property
+    def _values(self) -> set[str | None]:
+        return {value.name for graph in self._graphs() for value in all_values(graph)}
+
+    @functools.cached_property
+    def _nodes(self) -> set[str | None]:
+        return {node.name for graph in self._graphs() for node in all_nodes(graph)}
+
+    def _graphs(self) -> list[ir.Graph]:
+        return [self._model.graph, *(function.graph for function in self._model.functions.values())]
 
     def value(self, wanted: str) -> str:
         """A name for a new value: `wanted` itself unless it is taken."""

@@ -7,6 +7,8 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from onnxamp.model.constants import add_initializer
+from onnxamp.model.naming import Names
 from onnxamp.model.signatures import operator_name
 
 DOMAIN = "com.microsoft.nchwc"
@@ -32,19 +34,18 @@ class BlockedConvPass(ir.passes.InPlacePass):
         self.block = block
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        graph = model.graph
+        graph, names = model.graph, Names(model)
         reordered: dict[ir.Value, ir.Value] = {}
         suitable = [node for node in graph if operator_name(node) == "Conv" and self._suits(node)]
         for node in suitable:
             x, weight = node.inputs[:2]
             assert x is not None and weight is not None  # noqa: PT018 (for mypy)
             if x not in reordered:
-                reorder = ir.node(
-                    "ReorderInput", [x], {"channels_last": 0}, domain=DOMAIN, name=f"{x.name}/ReorderInput"
-                )
+                name = names.node(f"{x.name}/ReorderInput")
+                reorder = ir.node("ReorderInput", [x], {"channels_last": 0}, domain=DOMAIN, name=name)
                 graph.insert_before(node, reorder)
                 reordered[x] = _typed(reorder, x)
-            self._rewrite(graph, node, reordered[x], weight)
+            self._rewrite(graph, node, reordered[x], weight, names)
         if suitable:
             graph.opset_imports.setdefault(DOMAIN, 1)
         return ir.passes.PassResult(model, modified=bool(suitable))
@@ -62,7 +63,7 @@ class BlockedConvPass(ir.passes.InPlacePass):
         blocked = sizes[:1] if sizes[1] == 1 and group == sizes[0] else sizes[:2] if group == 1 else (1,)
         return all(size and size % self.block == 0 for size in blocked)
 
-    def _rewrite(self, graph: ir.Graph, node: ir.Node, x: ir.Value, weight: ir.Value) -> None:
+    def _rewrite(self, graph: ir.Graph, node: ir.Node, x: ir.Value, weight: ir.Value, names: Names) -> None:
         assert weight.shape is not None
         outputs, inputs, height, width = sizes = weight.shape.numpy()
         block, y = self.block, node.outputs[0]
@@ -72,19 +73,19 @@ class BlockedConvPass(ir.passes.InPlacePass):
             parts, order = [*rows, height, width], [0, 2, 3, 1]
         else:
             parts, order = [*rows, *columns, height, width], [0, 2, 4, 5, 3, 1]
-        split = _shape(graph, f"{name}/split", parts)
-        joined = _shape(graph, f"{name}/joined", list(sizes))
-        apart = ir.node("Reshape", [weight, split], name=f"{name}/Reshape")
-        moved = ir.node("Transpose", apart.outputs, {"perm": order}, name=f"{name}/Transpose")
-        blocked = ir.node("Reshape", [moved.outputs[0], joined], name=f"{name}/Reshape_1")
+        split = add_initializer(graph, names.value(f"{name}/split"), np.asarray(parts, np.int64))
+        joined = add_initializer(graph, names.value(f"{name}/joined"), np.asarray(sizes, np.int64))
+        apart = ir.node("Reshape", [weight, split], name=names.node(f"{name}/Reshape"))
+        moved = ir.node("Transpose", apart.outputs, {"perm": order}, name=names.node(f"{name}/Transpose"))
+        blocked = ir.node("Reshape", [moved.outputs[0], joined], name=names.node(f"{name}/Reshape"))
         conv = ir.node(
             "Conv",
             [x, blocked.outputs[0], *node.inputs[2:]],
             dict(node.attributes),
             domain=DOMAIN,
-            name=f"{name}/Conv",
+            name=names.node(f"{name}/Conv"),
         )
-        conv.outputs[0].name = f"{name}/blocked"
+        conv.outputs[0].name = names.value(f"{name}/blocked")
         for fresh, like in ((apart, weight), (moved, weight), (blocked, weight), (conv, y)):
             _typed(fresh, like, shaped=fresh in (blocked, conv))
         graph.insert_before(node, [apart, moved, blocked, conv])
@@ -99,11 +100,4 @@ class BlockedConvPass(ir.passes.InPlacePass):
 def _typed(node: ir.Node, like: ir.Value, *, shaped: bool = True) -> ir.Value:
     value = node.outputs[0]
     value.type, value.shape = like.type, like.shape if shaped else None
-    return value
-
-
-def _shape(graph: ir.Graph, name: str, sizes: list[int]) -> ir.Value:
-    tensor = ir.tensor(np.asarray(sizes, np.int64), name=name)
-    value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape([len(sizes)]))
-    graph.register_initializer(value)
     return value

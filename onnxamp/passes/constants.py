@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import collections
-import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import onnx_ir as ir
 
@@ -39,7 +38,7 @@ class ConvertConstantsPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         reads = _reads(self.plan)
-        names = functools.cache(lambda: Names(model))  # most models need none
+        names = Names(model)
         listed = set(model.graph.inputs) if model.ir_version < 4 else set()
         modified = False
         for value in self.plan.graph.constants:
@@ -51,7 +50,7 @@ class ConvertConstantsPass(ir.passes.InPlacePass):
         model: ir.Model,
         value: ir.Value,
         wanted: dict[ir.DataType, list[Read]],
-        names: Callable[[], Names],
+        names: Names,
         listed: bool,
     ) -> bool:
         own = value.dtype
@@ -73,14 +72,14 @@ class ConvertConstantsPass(ir.passes.InPlacePass):
             convert_constant(value, BY_IR[next(iter(others))], limit)
             return True
         for kind, reads in others.items():
-            name = names().typed(value.name or "", kind)
-            copy = add_copy(value, ConvertedTensor(_data(value), BY_IR[kind], limit), name, names())
+            name = names.typed(value.name or "", kind)
+            copy = add_copy(value, ConvertedTensor(_data(value), BY_IR[kind], limit), name, names)
             if listed:
                 model.graph.inputs.append(copy)
             for read in reads:
                 read.redirect(copy)
             if any(read.site is model.graph for read in reads):
-                _give_name(value, copy, names())
+                _give_name(value, copy, names)
         if clamp is not None:
             convert_constant(value, BY_IR[own], limit)
         return bool(others) or clamp is not None

@@ -9,14 +9,14 @@ Rules:
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import math
 from collections.abc import Iterable
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.model.units import all_values
+from onnxamp.passes.append import Appender
 from onnxamp.passes.lift import Lift
 
 
@@ -47,10 +47,8 @@ class _Measure:
 
     def __init__(self, model: ir.Model) -> None:
         self.model = model
-        taken = {value.name for value in all_values(model.graph)}
-        names = (f"onnxamp.extremes/{number}" for number in itertools.count())
-        self.name = filter(lambda name: name not in taken, names).__next__
-        self.lift = Lift(model, self.name)
+        self.append = Appender(model, "onnxamp.extremes")
+        self.lift = Lift(self.append)
 
     def run(self, values: Iterable[ir.Value]) -> dict[ir.Value, Extremes]:
         """Add the four numbers of each value."""
@@ -69,41 +67,23 @@ class _Measure:
     def numbers(self, graph: ir.Graph, value: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
         """Count, NaN, infinite and largest of one value, as scalars in its graph."""
         float32, bits = ir.DataType.FLOAT, ir.DataType.BOOL
-        size = self.node(graph, "Abs", [self.node(graph, "Cast", [value], float32, to=float32)], float32)
-        finite = self.node(graph, "Less", [size, self.constant(graph, np.array(math.inf, np.float32))], bits)
-        nan = self.node(graph, "IsNaN", [size], bits)
-        infinite = self.node(graph, "Not", [self.node(graph, "Or", [finite, nan], bits)], bits)
-        sizes = self.node(
-            graph, "Where", [finite, size, self.constant(graph, np.array(-math.inf, np.float32))], float32
-        )
-        flat = self.node(graph, "Reshape", [sizes, self.constant(graph, np.array([-1]))], float32)
+        node, constant = functools.partial(self.append.node, graph), functools.partial(self.append.constant, graph)
+        size = node("Abs", [node("Cast", [value], float32, to=float32)], float32)
+        finite = node("Less", [size, constant(np.array(math.inf, np.float32))], bits)
+        nan = node("IsNaN", [size], bits)
+        infinite = node("Not", [node("Or", [finite, nan], bits)], bits)
+        sizes = node("Where", [finite, size, constant(np.array(-math.inf, np.float32))], float32)
+        flat = node("Reshape", [sizes, constant(np.array([-1]))], float32)
         # One element more: the largest of none is no number.
-        some = self.node(
-            graph, "Concat", [self.constant(graph, np.array([-math.inf], np.float32)), flat], float32, axis=0
-        )
+        some = node("Concat", [constant(np.array([-math.inf], np.float32)), flat], float32, axis=0)
         return (
-            self.node(graph, "Size", [value], ir.DataType.INT64),
+            node("Size", [value], ir.DataType.INT64),
             self.total(graph, nan),
             self.total(graph, infinite),
-            self.node(graph, "ReduceMax", [some], float32, keepdims=0),
+            node("ReduceMax", [some], float32, keepdims=0),
         )
 
     def total(self, graph: ir.Graph, condition: ir.Value) -> ir.Value:
         """How many elements are true."""
-        ones = self.node(graph, "Cast", [condition], ir.DataType.INT64, to=ir.DataType.INT64)
-        return self.node(graph, "ReduceSum", [ones], ir.DataType.INT64, keepdims=0)
-
-    def constant(self, graph: ir.Graph, array: np.ndarray) -> ir.Value:
-        """A constant in a graph."""
-        tensor = ir.tensor(array)
-        value = ir.Value(name=self.name(), type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
-        graph.append(ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)], outputs=[value], name=self.name()))
-        return value
-
-    def node(self, graph: ir.Graph, op: str, inputs: list[ir.Value], kind: ir.DataType, **attributes: int) -> ir.Value:
-        """The result of a new node at the end of a graph; without axes reductions are of all elements, at every opset."""
-        listed = [ir.AttrInt64(key, int(number)) for key, number in attributes.items()]
-        scalar = ir.Shape([]) if op == "Size" or "keepdims" in attributes else None
-        value = ir.Value(name=self.name(), type=ir.TensorType(kind), shape=scalar)
-        graph.append(ir.Node("", op, inputs, listed, outputs=[value], name=self.name()))
-        return value
+        ones = self.append.node(graph, "Cast", [condition], ir.DataType.INT64, to=ir.DataType.INT64)
+        return self.append.node(graph, "ReduceSum", [ones], ir.DataType.INT64, keepdims=0)

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from onnxamp.model.constants import fixed_tensor
+from onnxamp.model.constants import add_initializer, fixed_tensor
 from onnxamp.model.signatures import standard_opset
 from onnxamp.model.types import infer
 from onnxamp.passes.sequences import FoldSequences
@@ -64,14 +64,9 @@ class FoldIntegers(ir.passes.InPlacePass):
             modified = True
             name = value.name
             value.name = None
-            tensor = ir.tensor(content, name=name)
-            constant = ir.Value(
-                name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(content.shape), const_value=tensor
-            )
-            value.replace_all_uses_with(constant)
+            if value.uses():
+                value.replace_all_uses_with(add_initializer(model.graph, name or "", content))
             model.graph.remove(node, safe=True)
-            if constant.uses():
-                model.graph.register_initializer(constant)
         return ir.passes.PassResult(model, modified=modified)
 
 

@@ -10,13 +10,13 @@ Rules, from the inside out:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.model.signatures import operator_name
+from onnxamp.model.signatures import operator_name, standard_opset
 from onnxamp.model.units import all_nodes, bodies
+from onnxamp.passes.append import Appender
 
 # Scan had a batch axis before opset 9, and comparisons of floats are whole from 11 on.
 _OPSET = 11
@@ -26,14 +26,13 @@ class Lift:
     """The pass over one model; every number is lifted by a call of its own.
 
     Args:
-        model: Changed in place.
-        name: Gives names that nothing has.
+        append: Adds to the model, which is changed in place.
     """
 
-    def __init__(self, model: ir.Model, name: Callable[[], str]) -> None:
-        self._owner = {body: node for node in all_nodes(model.graph) for body in bodies(node)}
-        self._name = name
-        self._opset = model.opset_imports.get("", 1)
+    def __init__(self, append: Appender) -> None:
+        self._append = append
+        self._owner = {body: node for node in all_nodes(append.model.graph) for body in bodies(node)}
+        self._opset = standard_opset(append.model)
 
     def reaches(self, graph: ir.Graph | None) -> bool:
         """Whether numbers of `graph` can be lifted: it is the top graph, or all around it are If, Loop and Scan of today's form."""
@@ -64,7 +63,7 @@ class Lift:
             node = self._owner[graph]
             inside = bodies(node) if operator_name(node) == "If" else (graph,)
             for body in inside:
-                body.outputs.append(value if body is graph else self._number(body, neutral, kind, []))
+                body.outputs.append(value if body is graph else self._append.constant(body, _number(neutral, kind, [])))
             value = self._output(node, graph, kind)
             if operator_name(node) != "If":
                 value = self._reduced(node, value, neutral, kind)
@@ -75,7 +74,7 @@ class Lift:
         loop = operator_name(node) == "Loop"
         node.resize_outputs(len(body.outputs) - loop)
         for output in node.outputs:
-            output.name = output.name or self._name()
+            output.name = output.name or self._append.name()
         value = node.outputs[-1]
         value.type = ir.TensorType(kind)
         for key in ("scan_output_axes", "scan_output_directions"):
@@ -86,18 +85,10 @@ class Lift:
     def _reduced(self, node: ir.Node, vector: ir.Value, neutral: float, kind: ir.DataType) -> ir.Value:
         graph = node.graph
         assert isinstance(graph, ir.Graph)
-        start = self._number(graph, neutral, kind, [1])
-        whole = self._made(graph, "Concat", [start, vector], kind, axis=0)
-        return self._made(graph, "ReduceSum" if neutral == 0 else "ReduceMax", [whole], kind, keepdims=0)
+        start = self._append.constant(graph, _number(neutral, kind, [1]))
+        whole = self._append.node(graph, "Concat", [start, vector], kind, axis=0)
+        return self._append.node(graph, "ReduceSum" if neutral == 0 else "ReduceMax", [whole], kind, keepdims=0)
 
-    def _number(self, graph: ir.Graph, number: float, kind: ir.DataType, shape: list[int]) -> ir.Value:
-        tensor = ir.tensor(np.full(shape, number, kind.numpy()))
-        out = ir.Value(name=self._name(), type=ir.TensorType(kind), shape=ir.Shape(shape))
-        graph.append(ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)], outputs=[out], name=self._name()))
-        return out
 
-    def _made(self, graph: ir.Graph, op: str, inputs: list[ir.Value], kind: ir.DataType, **attributes: int) -> ir.Value:
-        out = ir.Value(name=self._name(), type=ir.TensorType(kind))
-        listed = [ir.AttrInt64(key, number) for key, number in attributes.items()]
-        graph.append(ir.Node("", op, inputs, listed, outputs=[out], name=self._name()))
-        return out
+def _number(number: float, kind: ir.DataType, shape: list[int]) -> np.ndarray:
+    return np.full(shape, number, kind.numpy())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnxamp.model.naming import Names
 from onnxamp.model.signatures import operator_name
+from onnxamp.passes.append import new_cast
 
 _FLOAT = int(ir.DataType.FLOAT)
 _BACKWARD = "onnxamp.backward"
@@ -23,14 +25,14 @@ class MaskPass(ir.passes.InPlacePass):
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        changed = 0
+        changed, names = 0, Names(model)
         for node in list(model.graph):
             if _BACKWARD not in node.metadata_props:
                 continue
             if operator_name(node) == "Sign" and _of_relu(node):
                 (y,) = node.inputs
                 assert y is not None
-                node.replace_input_with(0, _cast(node, y, ir.DataType.BOOL))
+                node.replace_input_with(0, _mask(model, node, y, ir.DataType.BOOL, names))
                 node.op_type = "Cast"
                 node.attributes.add(ir.AttrInt64("to", _FLOAT))
                 changed += 1
@@ -40,24 +42,16 @@ class MaskPass(ir.passes.InPlacePass):
                 node.op_type = "Mul"
                 node.resize_inputs(2)
                 node.replace_input_with(0, g)
-                node.replace_input_with(1, _cast(node, inside, ir.DataType.FLOAT))
+                node.replace_input_with(1, _mask(model, node, inside, ir.DataType.FLOAT, names))
                 changed += 1
         return ir.passes.PassResult(model, modified=bool(changed))
 
 
-def _cast(before: ir.Node, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-    cast = ir.node(
-        "Cast",
-        [value],
-        {"to": int(dtype)},
-        name=f"{before.outputs[0].name}/mask",
-        metadata_props={_BACKWARD: before.metadata_props[_BACKWARD]},
-    )
-    result = cast.outputs[0]
-    result.type, result.shape = ir.TensorType(dtype), value.shape
-    assert isinstance(before.graph, ir.Graph)
-    before.graph.insert_before(before, cast)
-    return result
+def _mask(model: ir.Model, before: ir.Node, value: ir.Value, dtype: ir.DataType, names: Names) -> ir.Value:
+    cast = new_cast(model, value, names.value(f"{before.outputs[0].name}/mask"), dtype, names)
+    cast.metadata_props[_BACKWARD] = before.metadata_props[_BACKWARD]
+    before.prepend(cast)
+    return cast.outputs[0]
 
 
 def _of_relu(node: ir.Node) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.model.signatures import operator_name
+from onnxamp.model.naming import Names
+from onnxamp.model.signatures import operator_name, standard_opset
 
 
 class DecomposeBatchNorm(ir.passes.InPlacePass):
@@ -27,16 +28,18 @@ class DecomposeBatchNorm(ir.passes.InPlacePass):
             for node in model.graph.all_nodes()
             if operator_name(node) == "BatchNormalization" and node.attributes.get_int("training_mode", 0) == 1
         ]
+        names = Names(model)
         for node in nodes:
-            _replace(node, model.opset_imports.get("", 0))
+            _replace(node, standard_opset(model), names)
         return ir.passes.PassResult(model, modified=bool(nodes))
 
 
 class _Writer:
     """Inserts typed nodes in front of the one that they replace."""
 
-    def __init__(self, node: ir.Node) -> None:
+    def __init__(self, node: ir.Node, names: Names) -> None:
         assert node.graph is not None
+        self.names = names
         self.node, self.graph = node, node.graph
         self.prefix = node.name or str(node.outputs[0].name)
         self.count = 0
@@ -45,8 +48,8 @@ class _Writer:
         self, op_type: str, *inputs: ir.Value, shape: ir.Shape | None = None, **attributes: object
     ) -> ir.Value:
         self.count += 1
-        name = f"{self.prefix}/{op_type}_{self.count}"
-        new = ir.node(op_type, list(inputs), attributes or None, name=name)  # type: ignore[arg-type]  # its attributes' own type is too wide to name
+        name = self.names.value(f"{self.prefix}/{op_type}_{self.count}")
+        new = ir.node(op_type, list(inputs), attributes or None, name=self.names.node(name))  # type: ignore[arg-type]  # its attributes' own type is too wide to name
         new.metadata_props.update(self.node.metadata_props)
         value = new.outputs[0]
         value.name = name
@@ -60,8 +63,8 @@ class _Writer:
 
     def constant(self, array: np.ndarray) -> ir.Value:
         self.count += 1
-        name = f"{self.prefix}/const_{self.count}"
-        new = ir.node("Constant", [], {"value": ir.tensor(array, name=name)}, name=name)
+        name = self.names.value(f"{self.prefix}/const_{self.count}")
+        new = ir.node("Constant", [], {"value": ir.tensor(array, name=name)}, name=self.names.node(name))
         new.outputs[0].name = name
         new.outputs[0].type, new.outputs[0].shape = (
             ir.TensorType(ir.DataType.from_numpy(array.dtype)),
@@ -74,8 +77,8 @@ class _Writer:
         return value if value.dtype == dtype else self("Cast", value, to=dtype)
 
 
-def _replace(node: ir.Node, opset: int) -> None:
-    emit = _Writer(node)
+def _replace(node: ir.Node, opset: int, names: Names) -> None:
+    emit = _Writer(node, names)
     x, scale, bias, *running = node.inputs
     assert x is not None
     assert scale is not None

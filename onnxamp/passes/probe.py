@@ -17,15 +17,19 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxamp.dtypes import FloatType
+from onnxamp.model.constants import add_initializer
 from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import all_nodes, bodies
+from onnxamp.passes.append import Appender
 from onnxamp.passes.emulate import moves_data
 from onnxamp.passes.lift import Lift
 from onnxamp.policy.plan import Plan
 
+FLOAT = ir.DataType.FLOAT
 _RANDOM = frozenset(
     ["RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout"]
 )
@@ -78,9 +82,9 @@ class _Instrument:
         self.graph = model.graph
         self.low: FloatType = plan.options.low
         self.rounded: dict[tuple[ir.Graph, ir.Value], ir.Value] = {}
-        self.count = 0
+        self.append = Appender(model, "onnxamp.probe")
         self.floor: ir.Value | None = None
-        self.lift = Lift(model, self.name)
+        self.lift = Lift(self.append)
 
     def run(self) -> list[Reading]:
         """Add twins and readings."""
@@ -98,7 +102,7 @@ class _Instrument:
                 exact = node.outputs[index]
                 if not _is_fp32(value) or operator_name(node) == "Constant":
                     continue
-                mine = [self.reduced(graph, exact), self.made(graph, "Size", [exact], ir.DataType.INT64)]
+                mine = [self.reduced(graph, exact), self.append.node(graph, "Size", [exact], ir.DataType.INT64)]
                 if twin is not None:
                     other = twin.outputs[index]
                     if not moves_data(node):
@@ -131,9 +135,10 @@ class _Instrument:
             list(node.attributes.values()),
             overload=node.overload,
             outputs=[
-                ir.Value(name=self.name(), type=value.type) if value.name else ir.Value() for value in node.outputs
+                ir.Value(name=self.append.name(), type=value.type) if value.name else ir.Value()
+                for value in node.outputs
             ],
-            name=self.name(),
+            name=self.append.name(),
         )
         for fresh, value in zip(twin.outputs, node.outputs, strict=True):
             if not value.name:
@@ -144,25 +149,21 @@ class _Instrument:
     def round(self, graph: ir.Graph, value: ir.Value) -> ir.Value:
         """`value` to 16 bits and back, where `graph` sees it."""
         if (graph, value) not in self.rounded:
-            down = self.made(graph, "Cast", [value], self.low.ir, to=self.low.ir)
-            self.rounded[graph, value] = self.made(graph, "Cast", [down], ir.DataType.FLOAT, to=ir.DataType.FLOAT)
+            down = self.append.node(graph, "Cast", [value], self.low.ir, to=self.low.ir)
+            self.rounded[graph, value] = self.append.node(graph, "Cast", [down], FLOAT, to=FLOAT)
         return self.rounded[graph, value]
 
     def reduced(self, graph: ir.Graph, value: ir.Value) -> ir.Value:
         """The sum of squares of all elements."""
-        return self.made(graph, "ReduceSumSquare", [value], ir.DataType.FLOAT, keepdims=0)
+        return self.append.node(graph, "ReduceSumSquare", [value], FLOAT, keepdims=0)
 
     def difference(self, graph: ir.Graph, twin: ir.Value, value: ir.Value, masked: bool) -> ir.Value:
         """The twin's error; of a mask, above the lowest number of the type."""
         if masked:
             if self.floor is None:
-                attribute = ir.tensor([-self.low.max], ir.DataType.FLOAT)
-                self.floor = ir.Value(
-                    name=self.name(), type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]), const_value=attribute
-                )
-                self.graph.register_initializer(self.floor)
-            twin, value = (self.made(graph, "Max", [side, self.floor], ir.DataType.FLOAT) for side in (twin, value))
-        return self.made(graph, "Sub", [twin, value], ir.DataType.FLOAT)
+                self.floor = add_initializer(self.graph, self.append.name(), np.array([-self.low.max], np.float32))
+            twin, value = (self.append.node(graph, "Max", [side, self.floor], FLOAT) for side in (twin, value))
+        return self.append.node(graph, "Sub", [twin, value], FLOAT)
 
     def masked(self) -> set[ir.Value]:
         """The results that carry a mask which a conversion clamps."""
@@ -171,21 +172,6 @@ class _Instrument:
             if operator_name(node) in _CARRIES and any(value in found for value in node.inputs if value is not None):
                 found.update(node.outputs)
         return found
-
-    def made(
-        self, graph: ir.Graph, op_type: str, inputs: list[ir.Value], dtype: ir.DataType, **attributes: int
-    ) -> ir.Value:
-        """The result of a new node at the end of a graph."""
-        scalar = ir.Shape([]) if op_type == "Size" or "keepdims" in attributes else None
-        out = ir.Value(name=self.name(), type=ir.TensorType(dtype), shape=scalar)
-        listed = [ir.AttrInt64(name, int(number)) for name, number in attributes.items()]
-        graph.append(ir.Node("", op_type, inputs, listed, outputs=[out], name=self.name()))
-        return out
-
-    def name(self) -> str:
-        """A name that no value has."""
-        self.count += 1
-        return f"onnxamp.probe/{self.count}"
 
 
 def _is_fp32(value: ir.Value) -> bool:

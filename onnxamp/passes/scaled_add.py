@@ -6,6 +6,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from onnxamp.model.constants import add_initializer
+from onnxamp.model.naming import Names
 from onnxamp.model.signatures import operator_name
 
 DOMAIN = "com.microsoft"
@@ -22,14 +24,15 @@ class ScaledAddPass(ir.passes.InPlacePass):
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        fused = [node for node in model.graph if operator_name(node) in ("Add", "Sub") and _fuse(node)]
+        names = Names(model)
+        fused = [node for node in model.graph if operator_name(node) in ("Add", "Sub") and _fuse(node, names)]
         if fused:
             model.graph.opset_imports.setdefault(DOMAIN, 1)
             RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, modified=bool(fused))
 
 
-def _fuse(node: ir.Node) -> bool:
+def _fuse(node: ir.Node, names: Names) -> bool:
     """Rewrite `node` if one of its summands, the second first, is a product with a scalar."""
     result = node.outputs[0]
     if result.dtype != ir.DataType.FLOAT or result.shape is None or not len(result.shape):
@@ -43,7 +46,7 @@ def _fuse(node: ir.Node) -> bool:
         for y, scale in (producer.inputs, producer.inputs[::-1]):
             if y is None or scale is None or y.shape != result.shape or scale.shape is None or len(scale.shape):
                 continue
-            gate = _gate(node, scale, negative=node.op_type == "Sub")
+            gate = _gate(node, scale, names, negative=node.op_type == "Sub")
             node.op_type, node.domain = "GatedAdd", DOMAIN
             node.resize_inputs(3)
             for position, value in enumerate((other, y, gate)):
@@ -52,7 +55,7 @@ def _fuse(node: ir.Node) -> bool:
     return False
 
 
-def _gate(node: ir.Node, scale: ir.Value, *, negative: bool) -> ir.Value:
+def _gate(node: ir.Node, scale: ir.Value, names: Names, *, negative: bool) -> ir.Value:
     """`scale` or −`scale` with one dimension, made before `node`."""
     graph = node.graph
     assert isinstance(graph, ir.Graph)
@@ -60,16 +63,10 @@ def _gate(node: ir.Node, scale: ir.Value, *, negative: bool) -> ir.Value:
     constant = ir.convenience.get_const_tensor(scale)
     if constant is not None:
         number = constant.numpy().reshape(1)
-        return _initializer(graph, f"{name}/gate", -number if negative else number)
-    added = [ir.node("Neg", [scale], name=f"{name}/Neg")] if negative else []
-    axes = _initializer(graph, f"{name}/axes", np.zeros(1, np.int64))
-    added.append(ir.node("Unsqueeze", [added[0].outputs[0] if negative else scale, axes], name=f"{name}/Unsqueeze"))
+        return add_initializer(graph, names.value(f"{name}/gate"), -number if negative else number)
+    added = [ir.node("Neg", [scale], name=names.node(f"{name}/Neg"))] if negative else []
+    axes = add_initializer(graph, names.value(f"{name}/axes"), np.zeros(1, np.int64))
+    factor = added[0].outputs[0] if negative else scale
+    added.append(ir.node("Unsqueeze", [factor, axes], name=names.node(f"{name}/Unsqueeze")))
     graph.insert_before(node, added)
     return added[-1].outputs[0]
-
-
-def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    tensor = ir.tensor(array, name=name)
-    value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
-    graph.register_initializer(value)
-    return value

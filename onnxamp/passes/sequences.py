@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.model.constants import fixed_tensor
+from onnxamp.model.constants import add_initializer, fixed_tensor
+from onnxamp.model.naming import Names
 
 _Constants = Callable[[ir.Value | None], np.ndarray | None]
 
@@ -26,7 +27,7 @@ class FoldSequences(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         pieces: dict[ir.Value, list[ir.Value]] = {}
         folded = []
-        constant = functools.partial(_constant, ir_version=model.ir_version)
+        constant, names = functools.partial(_constant, ir_version=model.ir_version), Names(model)
         for node in list(model.graph):
             if node.domain != "" or not node.inputs or node.inputs[0] is None:
                 continue
@@ -34,7 +35,7 @@ class FoldSequences(ir.passes.InPlacePass):
             if node.op_type == "SequenceConstruct":
                 pieces[node.outputs[0]] = [value for value in node.inputs if value is not None]
             elif node.op_type == "SplitToSequence":
-                found = _split(model.graph, node, constant) if _folds(node.outputs[0], constant) else []
+                found = _split(model.graph, node, constant, names) if _folds(node.outputs[0], constant) else []
                 if found:
                     pieces[node.outputs[0]] = found
             elif node.op_type == "SequenceAt" and sequence in pieces:
@@ -43,7 +44,7 @@ class FoldSequences(ir.passes.InPlacePass):
                     _stand_in(model.graph, node, pieces[sequence][int(position.reshape(()))])
                     folded.append(node)
             elif node.op_type == "ConcatFromSequence" and sequence in pieces:
-                _concat(model.graph, node, pieces[sequence])
+                _concat(model.graph, node, pieces[sequence], names)
                 folded.append(node)
         for node in folded:
             model.graph.remove(node, safe=True)
@@ -86,7 +87,7 @@ def _stand_in(graph: ir.Graph, node: ir.Node, piece: ir.Value) -> None:
     result.replace_all_uses_with(piece, replace_graph_outputs=True)
 
 
-def _split(graph: ir.Graph, node: ir.Node, constant: _Constants) -> list[ir.Value]:
+def _split(graph: ir.Graph, node: ir.Node, constant: _Constants, names: Names) -> list[ir.Value]:
     """The outputs of a Split in the place of a SplitToSequence; empty where their number is unknown."""
     source = node.inputs[0]
     assert source is not None
@@ -106,32 +107,27 @@ def _split(graph: ir.Graph, node: ir.Node, constant: _Constants) -> list[ir.Valu
         )
     if not sizes:
         return []
-    name = f"{node.outputs[0].name}/sizes"
-    tensor = ir.tensor(np.asarray(sizes, np.int64), name=name)
-    lengths = ir.Value(
-        name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([len(sizes)]), const_value=tensor
-    )
-    graph.register_initializer(lengths)
+    name = node.outputs[0].name
+    lengths = add_initializer(graph, names.value(f"{name}/sizes"), np.asarray(sizes, np.int64))
     split = ir.node("Split", [source, lengths], {"axis": axis}, num_outputs=len(sizes), name=node.name)
     for index, value in enumerate(split.outputs):
-        value.name, value.type = f"{node.outputs[0].name}/{index}", source.type
+        value.name, value.type = names.value(f"{name}/{index}"), source.type
     graph.insert_before(node, split)
     return list(split.outputs)
 
 
-def _concat(graph: ir.Graph, node: ir.Node, values: list[ir.Value]) -> None:
+def _concat(graph: ir.Graph, node: ir.Node, values: list[ir.Value], names: Names) -> None:
     axis = node.attributes["axis"].as_int()
     result = node.outputs[0]
     if node.attributes.get_int("new_axis", 0):
-        name = f"{result.name}/axis"
-        tensor = ir.tensor(np.asarray([axis], np.int64), name=name)
-        axes = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]), const_value=tensor)
-        graph.register_initializer(axes)
-        nodes = [ir.node("Unsqueeze", [value, axes], name=f"{node.name}/{i}") for i, value in enumerate(values)]
-        for index, (wide, value) in enumerate(zip(nodes, values, strict=True)):
-            wide.outputs[0].name, wide.outputs[0].type = f"{result.name}/{index}", value.type
-            graph.insert_before(node, wide)
-        values = [wide.outputs[0] for wide in nodes]
+        axes = add_initializer(graph, names.value(f"{result.name}/axis"), np.asarray([axis], np.int64))
+        wide = []
+        for index, value in enumerate(values):
+            unsqueeze = ir.node("Unsqueeze", [value, axes], name=names.node(f"{node.name}/{index}"))
+            wide.append(unsqueeze.outputs[0])
+            wide[-1].name, wide[-1].type = names.value(f"{result.name}/{index}"), value.type
+            graph.insert_before(node, unsqueeze)
+        values = wide
     joined = ir.node("Concat", values, {"axis": axis}, name=node.name)
     graph.insert_before(node, joined)
     own, result.name = result.name, None

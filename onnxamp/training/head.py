@@ -14,6 +14,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model import io, types
+from onnxamp.model.constants import add_initializer
 
 # What may stand between the last layer and the output.
 _ACTIVATIONS = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "Relu", "Tanh"})
@@ -207,14 +208,7 @@ def _reshaped(graph: ir.Graph, node: ir.Node, old: int, units: int) -> None:
         return
     content = np.where(tensor.numpy() == old, units, tensor.numpy()).astype(np.int64)
     name = f"{node.name or node.outputs[0].name}/shape_of_head"
-    fresh = ir.Value(
-        name=name,
-        type=ir.TensorType(ir.DataType.INT64),
-        shape=ir.Shape(content.shape),
-        const_value=ir.tensor(content, name=name),
-    )
-    graph.register_initializer(fresh)
-    node.replace_input_with(1, fresh)
+    node.replace_input_with(1, add_initializer(graph, name, content))
 
 
 def _forget_shapes(node: ir.Node) -> None:

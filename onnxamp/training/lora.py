@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from onnxamp.errors import UsageError
 from onnxamp.model import types
+from onnxamp.model.constants import add_initializer
 from onnxamp.policy.options import matches
 from onnxamp.training.manifest import Adapter
 
@@ -281,7 +282,5 @@ def _attributes(node: ir.Node) -> dict[str, Any]:
 
 def _parameter(graph: ir.Graph, name: str, values: NDArray[Any], dtype: np.dtype[Any]) -> ir.Value:
     if name not in graph.initializers:
-        tensor = ir.tensor(values.astype(dtype), name=name)
-        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(values.shape), const_value=tensor)
-        graph.register_initializer(value)
+        add_initializer(graph, name, values.astype(dtype))
     return graph.initializers[name]

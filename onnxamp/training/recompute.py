@@ -21,6 +21,7 @@ import onnx_ir as ir
 from onnxamp.autodiff.emitter import FLOATS, is_random
 from onnxamp.autodiff.reverse import captured
 from onnxamp.errors import UsageError
+from onnxamp.model.constants import add_initializer
 from onnxamp.model.dimensions import Sizes
 from onnxamp.model.units import all_nodes, bodies
 
@@ -311,11 +312,7 @@ class _Forward:
 
     def _constant(self, name: str, array: np.ndarray) -> ir.Value:
         if name not in self.graph.initializers:
-            tensor = ir.tensor(array, name=name)
-            value = ir.Value(
-                name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
-            )
-            self.graph.register_initializer(value)
+            add_initializer(self.graph, name, array)
         return self.graph.initializers[name]
 
     def _measure(self) -> None:

@@ -9,9 +9,13 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from onnxamp.model.constants import add_initializer
 from onnxamp.model.types import infer
+from onnxamp.passes.blocked import BlockedConvPass
 from onnxamp.passes.integers import FoldIntegers, settle
+from onnxamp.passes.norms import DecomposeBatchNorm
 from onnxamp.passes.reshapes import ConstantReshapes
+from onnxamp.passes.scaled_add import ScaledAddPass
 from onnxamp.passes.sequences import FoldSequences
 
 CASES = {
@@ -164,6 +168,44 @@ def test_a_default_is_no_constant(make, ir_version):
     model = parsed(DEFAULTS[make], ir_version)
     infer(model)
     assert make()(model).modified == (ir_version == 3)
+
+
+TAKEN = [
+    (FoldSequences(), "s/sizes s/0", CASES["chunks"][1]),
+    (FoldSequences(), "y/axis y/1", CASES["stack"][1]),
+    (ConstantReshapes(), "y/shape", CASES["one free dimension"][1]),
+    (
+        ScaledAddPass(),
+        "y/gate",
+        "g (float[B, 6] x) => (float[B, 6] y) { k = Constant<value_float=2.0>() p = Mul(x, k) y = Sub(x, p) }",
+    ),
+    (ScaledAddPass(), "y/axes", "g (float[B, 6] x, float k) => (float[B, 6] y) { p = Mul(x, k) y = Add(x, p) }"),
+    (
+        BlockedConvPass(4),
+        "y/split y/joined y/blocked",
+        "g (float[B, 4, 8, 8] x, float[4, 4, 3, 3] w) => (float[B, 4, 6, 6] y) { y = Conv(x, w) }",
+    ),
+    (
+        DecomposeBatchNorm(),
+        "y/const_1 y/ReduceMean_2",
+        """g (float[8, 4] x, float[4] s) => (float[8, 4] y, float[4] m, float[4] v)
+        { y, m, v = BatchNormalization<training_mode=1>(x, s, s, s, s) }""",
+    ),
+]
+
+
+@pytest.mark.parametrize(("run", "names", "text"), TAKEN, ids=[names for _, names, _ in TAKEN])
+def test_names_that_are_taken_are_left_alone(run, names, text):
+    model = parsed(text)
+    for name in names.split():
+        value = add_initializer(model.graph, name, np.ones(1, np.float32))
+        reader = ir.node("Neg", [value])
+        model.graph.append(reader)
+        model.graph.outputs.extend(reader.outputs)
+    infer(model)
+    assert run(model).modified
+    model.graph.sort()
+    onnx.checker.check_model(ir.to_proto(model), full_check=not isinstance(run, BlockedConvPass))
 
 
 def test_sizes_tell_each_other():
