@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 import torch
 import torch.nn.functional as F
+
+from onnxamp.autodiff import gradient_model
 
 _OPTIONS = (
     "low",
@@ -170,6 +175,19 @@ CASES = GRIDS + AFFINE + DEFORMED + ALIGNED + FOURIER + REDUCED + OTHERS
 )
 def test_rule(check_case, case):
     check_case(case)
+
+
+def test_places_beyond_the_whole_numbers_of_fp32():
+    """The gradient of one element of a large map arrives at this element."""
+    side, row, column = 4200, 4199, 4197
+    text = f"""<ir_version: 10, opset_import: ["" : 18]>
+        g (float[1, 1, {side}, {side}] x, float[1, 1, 1, 2] grid) => (float y)
+        {{ s = GridSample<align_corners=1, mode="nearest">(x, grid) y = ReduceSum<keepdims=0>(s) }}"""
+    model = gradient_model(onnx.parser.parse_model(text), wrt=["x"])
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    grid = np.asarray([column, row], np.float32).reshape(1, 1, 1, 2) * 2 / (side - 1) - 1
+    (dx,) = session.run(["grad/x"], {"x": np.zeros((1, 1, side, side), np.float32), "grid": grid.astype(np.float32)})
+    assert (np.flatnonzero(dx).tolist(), float(dx[0, 0, row, column])) == ([row * side + column], 1.0)
 
 
 def test_number_of_cases():

@@ -34,11 +34,14 @@ def _extents(op: Builder, x: ir.Value) -> list[ir.Value]:
 
 
 def _read(op: Builder, flat: ir.Value, extents: Sequence[ir.Value], positions: Sequence[ir.Value]) -> ir.Value:
-    """Elements of `flat`, [N, C, H·W...], at whole positions inside the map, one [N, P] per spatial axis: [N, C, P]."""
-    index = positions[0]
-    for size, position in zip(extents[1:], positions[1:], strict=True):
-        index = op.Add(op.Mul(index, size), position)
-    rows = op.Unsqueeze(op.cast(index, INT64), [1])
+    """Elements of `flat`, [N, C, H·W...], at whole positions inside the map, one [N, P] per spatial axis: [N, C, P].
+
+    Places in a large map are no FP32 numbers, so they are counted in integers.
+    """
+    index, *rest = (op.cast(position, INT64) for position in positions)
+    for size, position in zip(extents[1:], rest, strict=True):
+        index = op.Add(op.Mul(index, op.cast(size, INT64)), position)
+    rows = op.Unsqueeze(index, [1])
     return op.GatherElements(flat, op.Expand(rows, op.join([1, op.dim(flat, 1), 1])), axis=2)
 
 
