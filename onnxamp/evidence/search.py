@@ -38,7 +38,7 @@ from onnxamp.policy.user import label
 
 Score = Callable[[Sequence[Mapping[str, Any]]], float]
 
-# A plan that fails with no less of the traffic than this is no reason to search on.
+# A plan that moves no less than this share of the bytes of one that passes is not worth an evaluation.
 _NEAR = 0.995
 # Evaluations for what lies between two plans of the frontier.
 _REFINEMENTS = 8
@@ -287,25 +287,24 @@ class _Search:
             if not best.passed and (point is None or self.left == 1):
                 point = quiet
         if best.passed and not _near(best, self.space, noisy):
-            best = self.refined(best, noisy, noise)
+            best = self.refined(best, noise)
         self.explain(best, noise)
         return best
 
-    def refined(self, best: Trial, noisy: Point, noise: Mapping[str, float]) -> Trial:
-        """Go from what passes towards the next plan of the frontier, which fails: by halves of the nodes in which they differ, then less.
+    def refined(self, best: Trial, noise: Mapping[str, float]) -> Trial:
+        """Turn to 16 bits what still may be of those that save traffic: halves, then parts of them, the quietest first.
 
-        The quietest come first. In a small model, plans of the frontier lie far apart.
+        In a small model the plans of the frontier lie far apart.
         """
-        apart = [name for name in best.raised if name not in noisy.raised]
-        apart += [name for name in noisy.lowered if name not in best.lowered]
-        pending = _halves(sorted(apart, key=lambda name: noise.get(name, 0.0)))
+        saving = [name for name in self.space.cheapest(noise, 0.0)[1] if name not in best.lowered]
+        pending = _halves(sorted((*best.raised, *saving), key=lambda name: (noise.get(name, 0.0), name)))
         reserve = max(0, self.left - _REFINEMENTS)
         while pending and self.left > reserve:
             chunk = set(pending.pop())
             raised = tuple(name for name in best.raised if name not in chunk)
             lowered = self.space.ordered([*best.lowered, *(name for name in self.space.lowerable if name in chunk)])
             plan = self.space.plan(raised, lowered)
-            if plan is not None and plan.traffic.result < best.traffic:
+            if plan is not None and plan.traffic.result <= _NEAR * best.traffic:
                 trial = self.trial(_step(raised, lowered), raised, lowered)
                 if trial is not None and trial.passed:
                     best = trial
