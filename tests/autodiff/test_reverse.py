@@ -225,7 +225,6 @@ def test_missing_rules_are_reported_all_at_once():
         ("float[2, 3] x, float w", "t = Constant<value = bool {1}>() a = Dropout(x, w, t)", "ratio of Dropout"),
         ("float[2, 3] x, float[2] w", "a = Resize(x, , w)", "scales of Resize"),
         ("float[2, 3] x, float[3] w", "a, d = SimplifiedLayerNormalization(x, w) a2 = Identity(d)", "its deviation"),
-        ("float[2, 3] x, float[4] w", "a = Unique(w)", "Unique"),
         ("float[2, 3] x, float[4] w", "q, a, z = DynamicQuantizeLinear(w)", "DynamicQuantizeLinear"),
     ],
 )

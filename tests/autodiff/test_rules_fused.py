@@ -176,6 +176,49 @@ ATTENTIONS = [
              q, k, v, torch.tensor([[True, True, True], [True, True, False]])[:, None, None])),
 ]  # fmt: skip
 
+
+def grouped(count, shared, *, rotary=False, window=9, cap=0.0, sink=False, scale=None):
+    """Causal attention with shared key heads, one query after the other."""
+
+    def turn(x):
+        cos, sin = (torch.tensor(table)[: x.shape[2]] for table in WIDE)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+    def run(q, *rest):
+        k, v, *rest = rest if rest and rest[0].dim() == 3 else (None, None, *rest)
+        if k is None:
+            size = q.shape[2] // (count + 2 * shared)
+            q, k, v = q.split([count * size, shared * size, shared * size], -1)
+        q, k, v = heads(q, count), heads(k, shared), heads(v, shared)
+        q, k = (turn(q), turn(k)) if rotary else (q, k)
+        columns = []
+        for row in range(q.shape[2]):
+            seen = slice(max(row + 1 - window, 0), row + 1)
+            keys, values = (x[:, :, seen].repeat_interleave(count // shared, 1) for x in (k, v))
+            scores = q[:, :, row, None] @ keys.mT * (scale or q.shape[3] ** -0.5)
+            scores = cap * torch.tanh(scores / cap) if cap else scores
+            scores = scores + rest[0][:, :, row, None, seen] if rest else scores
+            if sink:
+                bottom = rest[1].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+                scores = torch.cat([scores, bottom], -1)
+            columns.append(torch.softmax(scores, -1)[..., : keys.shape[2]] @ values)
+        return joined(torch.cat(columns, 2))
+
+    return run
+
+
+LAST, TOTAL = np.asarray([3, 3], np.int32), np.asarray(4, np.int32)
+WIDE = [np.cos(np.arange(32).reshape(4, 8) * 0.7), np.sin(np.arange(32).reshape(4, 8) * 0.7)]
+SHARED = [
+    fused("GroupQueryAttention", (2, 4, 16), (2, 4, 8), (2, 4, 8), None, None, LAST, TOTAL, num_heads=2, kv_num_heads=1,
+          oracle=grouped(2, 1), shapes=[(2, 4, 16)]),
+    fused("GroupQueryAttention", (2, 4, 64), None, None, None, None, LAST, TOTAL, *WIDE, num_heads=2, kv_num_heads=1, do_rotary=1,
+          local_window_size=2, softcap=1.5, oracle=grouped(2, 1, rotary=True, window=2, cap=1.5), shapes=[(2, 4, 32)]),
+    fused("GroupQueryAttention", (2, 4, 32), (2, 4, 16), (2, 4, 16), None, None, LAST, TOTAL, None, None, None, (1, 4, 4, 4), (4,),
+          num_heads=4, kv_num_heads=2, scale=0.3, oracle=grouped(4, 2, sink=True, scale=0.3), shapes=[(2, 4, 32)]),
+]  # fmt: skip
+
 LENGTHS = np.asarray([4, 2, 3], np.int32)
 VARIANTS = [
     ("LSTM", {"lengths": True}),
@@ -290,7 +333,7 @@ def by_torch(op, hidden, lengths, options):
 
 
 RECURRENT = [recurrence(*variant) for variant in VARIANTS]
-CASES = FUSED + ATTENTIONS + RECURRENT
+CASES = FUSED + ATTENTIONS + SHARED + RECURRENT
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda item: item["op"])
@@ -299,7 +342,7 @@ def test_rule(check_case, case):
 
 
 def test_number_of_cases():
-    assert len(CASES) == 53
+    assert len(CASES) == 56
 
 
 def test_one_value_in_several_places():

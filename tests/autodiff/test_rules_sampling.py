@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -115,6 +118,47 @@ ALIGNED = [
     for mode in ("avg", "max")
     for transform in ("half_pixel", "output_half_pixel")
 ]  # fmt: skip
+
+
+def largest(rois, pooled, scale):
+    """Each bin of each box by itself."""
+
+    def run(x):
+        rows = []
+        for batch, *corners in rois:
+            x1, y1, x2, y2 = (math.copysign(math.floor(abs(corner * scale) + 0.5), corner) for corner in corners)
+            cells = []
+            for i, j in itertools.product(*map(range, pooled)):
+                edges = []
+                for k, low, high, bins, size in (
+                    (i, y1, y2, pooled[0], x.shape[2]),
+                    (j, x1, x2, pooled[1], x.shape[3]),
+                ):
+                    width = max(high - low + 1, 1) / bins
+                    start, stop = math.floor(k * width) + low, math.ceil((k + 1) * width) + low
+                    edges.append(slice(*(int(min(max(edge, 0), size)) for edge in (start, stop))))
+                cut = x[int(batch), :, edges[0], edges[1]].flatten(1)
+                cells.append(cut.amax(1) if cut.shape[1] else torch.zeros(x.shape[1], dtype=x.dtype))
+            rows.append(torch.stack(cells, 1).view(x.shape[1], *pooled))
+        return torch.stack(rows)
+
+    return run
+
+
+ROIS = np.asarray(
+    [[0, 0.3, 0.6, 5.2, 4.9], [1, -2.6, 1.2, 4.7, 9.8], [0, 2.3, 2.6, 2.4, 2.9], [1, 8.0, 1.0, 11.0, 3.0]]
+)
+POOLED = [
+    case("MaxRoiPool", (2, 2, 5, 7), ROIS, pooled_shape=list(pooled), spatial_scale=scale, opset=16, symbolic="space",
+         oracle=largest(ROIS, pooled, scale))
+    for pooled, scale in (((2, 3), 1.0), ((1, 1), 0.5), ((3, 2), 0.8))
+]  # fmt: skip
+KEPT = [
+    case("Unique", (6,), opset=18, symbolic=""),
+    case("Unique", (3, 4), opset=18, sorted=0, symbolic="", runner="ort"),
+    case("Unique", (3, 4), opset=18, axis=0, symbolic=""),
+    case("Unique", (2, 4, 3), opset=18, axis=-2, symbolic=""),
+]
 FOURIER = [
     case("DFT", shape, opset=17, axis=1, inverse=inverse, onesided=onesided, ort=True)
     for shape in ((2, 5, 1), (2, 5, 2), (2, 4, 1))
@@ -167,7 +211,7 @@ OTHERS = [
     case("SwiGLU", (2, 3), (2, 3), opset=28, ort=False),
 ]  # fmt: skip
 
-CASES = GRIDS + AFFINE + DEFORMED + ALIGNED + FOURIER + REDUCED + OTHERS
+CASES = GRIDS + AFFINE + DEFORMED + ALIGNED + POOLED + KEPT + FOURIER + REDUCED + OTHERS
 
 
 @pytest.mark.parametrize(
@@ -175,6 +219,19 @@ CASES = GRIDS + AFFINE + DEFORMED + ALIGNED + FOURIER + REDUCED + OTHERS
 )
 def test_rule(check_case, case):
     check_case(case)
+
+
+@pytest.mark.parametrize(("axis", "expected"), [("", [[1, 2, 0], [0, 0, 3]]), ("<axis = 1>", [[1, 0, 2], [3, 0, 4]])])
+def test_what_repeats_receives_nothing(axis, expected):
+    """Unique keeps what occurs first."""
+    weights = "{1, 2, 3}" if not axis else "{1, 2, 3, 4}"
+    text = f"""<ir_version: 10, opset_import: ["" : 18]> g (float[2, 3] x) => (float y)
+        <float[{3 if not axis else "2, 2"}] w = {weights}>
+        {{ a, i = Unique{axis}(x) b = Mul(a, w) y = ReduceSum<keepdims = 0>(b) }}"""
+    model = ir.to_proto(gradient_model(onnx.parser.parse_model(text)))
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    x = np.asarray([[1, 2, 2], [1, 1, 3]] if not axis else [[1, 1, 2], [0, 0, 3]], np.float32)
+    np.testing.assert_array_equal(session.run(["grad/x"], {"x": x})[0], expected)
 
 
 def test_places_beyond_the_whole_numbers_of_fp32():
@@ -191,4 +248,4 @@ def test_places_beyond_the_whole_numbers_of_fp32():
 
 
 def test_number_of_cases():
-    assert len(CASES) == 89
+    assert len(CASES) == 96

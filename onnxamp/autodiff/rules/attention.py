@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import onnx_ir as ir
 
 from onnxamp.autodiff.builder import Builder
 from onnxamp.autodiff.reverse import defined
+from onnxamp.autodiff.rules.rotary import rotate, steps
 
 MS = "com.microsoft"
 
@@ -81,12 +83,12 @@ def _allowed(
     causal = bool(node.attributes.get_int("is_causal", 0))
     left, right = (node.attributes.get_int(f"{side}_window_size", -1) for side in ("left", "right"))
     found = []
-    columns = _positions(op, k)
+    columns = steps(op, k)
     if filled is not None:
         filled = op.Reshape(op.int64(filled), [-1, 1, 1, 1])
         found.append(op.Less(columns, filled))
     if causal or left >= 0 or right >= 0:
-        rows = op.Unsqueeze(_positions(op, q), [1])
+        rows = op.Unsqueeze(steps(op, q), [1])
         if past is not None:
             rows = op.Add(rows, op.dim(past, 2))
         elif filled is not None:
@@ -98,10 +100,6 @@ def _allowed(
         if right >= 0:
             found.append(op.LessOrEqual(op.Sub(columns, rows), op.index(right)))
     return found
-
-
-def _positions(op: Builder, value: ir.Value) -> ir.Value:
-    return op.Range(op.index(0), op.Squeeze(op.dim(value, 2), [0]), op.index(1))
 
 
 def split_heads(op: Builder, value: ir.Value, count: int) -> ir.Value:
@@ -168,6 +166,57 @@ def _unpacked(op: Builder, value: ir.Value, count: int) -> list[ir.Value]:
     return [op.transpose(part, [0, 2, 1, 3]) for part in parts]
 
 
+@defined("GroupQueryAttention", MS, inputs=(0, 1, 2, 10, 11))
+def group_query_attention(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    """ONNX Runtime's causal attention of decoders on whole sequences: shared key heads, rotary positions, a window, a sink."""
+    q, k, v, past_k, past_v, last, _, cosines, sines, places, added, sink, *rest = [*node.inputs, *[None] * 17][:17]
+    assert q is not None
+    assert last is not None
+    op.refuse(past_k is not None or past_v is not None, "past keys")
+    op.refuse(any(value is not None for value in rest), "scales of a cache, norms of heads, or lengths of queries")
+    op.refuse(len(node.outputs) > 3 and bool(node.outputs[3].name), "the scores as output")
+    count, shared = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
+    if k is None or v is None:  # [B, S, (H + 2·shared)·D]
+        width = op.dims(q)[2]
+        op.refuse(not isinstance(width, int), "the width is not static")
+        assert isinstance(width, int)
+        one = width // (count + 2 * shared)
+        ends = [0, count * one, (count + shared) * one, width]
+        q, k, v = (op.Slice(q, [start], [stop], [2]) for start, stop in itertools.pairwise(ends))
+    q, k, v = split_heads(op, q, count), split_heads(op, k, shared), split_heads(op, v, shared)
+    if node.attributes.get_int("do_rotary", 0):
+        assert cosines is not None
+        assert sines is not None
+        places = op.Unsqueeze(steps(op, q), [0]) if places is None else places
+        interleaved = bool(node.attributes.get_int("rotary_interleaved", 0))
+        q, k = (rotate(op, value, (cosines, sines), places, interleaved) for value in (q, k))
+    size = op.dims(q)[3]
+    assert isinstance(size, int)
+    keys, values = (_repeat(op, value, count) for value in (k, v))
+    scores = op.Mul(op.MatMul(q, op.swap(keys)), node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(size))
+    cap = node.attributes.get_float("softcap", 0.0)
+    if cap > 0.0:
+        scores = op.Mul(op.Tanh(op.Mul(scores, 1.0 / cap)), cap)
+    if added is not None:
+        scores = op.Add(scores, added)
+    columns = steps(op, keys)
+    rows = op.Unsqueeze(steps(op, q), [1])
+    window = node.attributes.get_int("local_window_size", -1)
+    allowed = [op.LessOrEqual(columns, rows), op.LessOrEqual(columns, op.Reshape(op.int64(last), [-1, 1, 1, 1]))]
+    if window >= 0:
+        allowed.append(op.Less(op.Sub(rows, columns), op.index(window)))
+    for seen in allowed:
+        scores = op.Where(seen, scores, op.scalar(-math.inf, scores.dtype))
+    smooth = node.attributes.get_int("smooth_softmax", 0)
+    if sink is not None or smooth:
+        one_each = op.scalar(0.0, scores.dtype) if sink is None else op.Reshape(sink, [1, count, 1, 1])
+        column = op.Expand(one_each, op.join([op.dim(scores, 0), count, op.dim(scores, 2), 1]))
+        weights = op.Slice(op.Softmax(op.Concat(scores, column, axis=3), axis=-1), [0], [-1], [3])
+    else:
+        weights = _weights(op, scores, masked=True)
+    return [join_heads(op, op.MatMul(weights, values)), k, v]
+
+
 @defined("Attention", MS, inputs=(0, 1, 2, 4, 5))
 def projected_attention(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     """ONNX Runtime's attention with its projection: queries, keys and values are parts of x·W + b."""
@@ -220,7 +269,7 @@ def _attend(
         scores = op.Add(scores, op.Unsqueeze(fill, [1, 2] if op.rank(padding) == 2 else [1]))
     masked = bool(node.attributes.get_int("unidirectional", 0))
     if masked:
-        rows = op.Unsqueeze(_positions(op, q), [1])
+        rows = op.Unsqueeze(steps(op, q), [1])
         rows = rows if past[0] is None else op.Add(rows, op.dim(past[0], 2))
-        scores = op.Where(op.LessOrEqual(_positions(op, k), rows), scores, op.scalar(-math.inf, scores.dtype))
+        scores = op.Where(op.LessOrEqual(steps(op, k), rows), scores, op.scalar(-math.inf, scores.dtype))
     return [join_heads(op, op.MatMul(_weights(op, scores, masked), v)), k, v]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxamp.autodiff.builder import Builder
@@ -291,44 +290,3 @@ def inverse(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 def expand_dims(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The gradient in the shape of the input."""
     return [op.reshape(g, _given(node, 0))]
-
-
-@defined("RotaryEmbedding", MS, inputs=(0,))
-def rotary_embedding(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
-    """Pairs of each head turned by the angle of their position: (a·cos − b·sin, a·sin + b·cos)."""
-    x, places, cosines, sines = (_given(node, position) for position in range(4))
-    op.refuse(bool(node.attributes.get_int("is_packed_batching", 0)), "packed batches")
-    op.refuse(node.attributes.get_float("scale", 1.0) != 1.0, "a scale")
-    half = op.dims(cosines)[1]
-    op.refuse(not isinstance(half, int), "the width of the tables is not static")
-    assert isinstance(half, int)
-    turned = node.attributes.get_int("rotary_embedding_dim", 0) or 2 * half
-    heads = x
-    if op.rank(x) == 3:
-        width = op.dims(x)[2]
-        op.refuse(not isinstance(width, int), "the width is not static")
-        assert isinstance(width, int)
-        count = node.attributes.get_int("num_heads", 0) or width // (2 * half)
-        heads = op.transpose(op.Reshape(x, [0, 0, count, width // count]), [0, 2, 1, 3])
-    size = op.dims(heads)[3]
-    if op.dims(places) == [1]:
-        steps = op.Range(op.index(0), op.Squeeze(op.dim(heads, 2), [0]), op.index(1))
-        places = op.Unsqueeze(op.Add(steps, places), [0])
-    cos, sin = (op.Unsqueeze(op.Gather(table, places, axis=0), [1]) for table in (cosines, sines))
-    rest = None
-    if size != turned:
-        heads, rest = op.Slice(heads, [0], [turned], [3]), op.Slice(heads, [turned], [2**63 - 1], [3])
-    if node.attributes.get_int("interleaved", 0):
-        pairs = op.Reshape(heads, op.join([0, 0, 0, half, 2]))
-        a, b = (op.Squeeze(op.Slice(pairs, [i], [i + 1], [4]), [4]) for i in range(2))
-        first, second = op.Sub(op.Mul(a, cos), op.Mul(b, sin)), op.Add(op.Mul(a, sin), op.Mul(b, cos))
-        joined = op.Concat(op.Unsqueeze(first, [4]), op.Unsqueeze(second, [4]), axis=4)
-        result = op.Reshape(joined, [0, 0, 0, turned])
-    else:
-        a, b = op.Slice(heads, [0], [half], [3]), op.Slice(heads, [half], [turned], [3])
-        result = op.Concat(op.Sub(op.Mul(a, cos), op.Mul(b, sin)), op.Add(op.Mul(a, sin), op.Mul(b, cos)), axis=3)
-    if rest is not None:
-        result = op.Concat(result, rest, axis=3)
-    if op.rank(x) == 3:
-        result = op.Reshape(op.transpose(result, [0, 2, 1, 3]), np.asarray([0, 0, -1], np.int64))
-    return [result]

@@ -209,3 +209,23 @@ def range_(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
         index = op.Div(op.Sub(node.outputs[0], start), delta)
         step = op.reshape(op.emit("ReduceSum", [op.Mul(g, index)], {"keepdims": 0})[0], delta)
     return [first, None, step]
+
+
+@gradient("Unique", inputs=(0,))
+def unique(op: Builder, node: ir.Node, g: ir.Value, *_: ir.Value | None) -> Gradients:
+    """What is kept is what occurs first: that element, or slice along `axis`, receives the gradient, and what repeats it none."""
+    x = _data(node)
+    if len(node.outputs) < 2:
+        node.resize_outputs(2)
+    first = node.outputs[1]
+    if not first.name:
+        first.name = op.unique(f"{node.outputs[0].name}/indices")
+        first.type, first.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([None])
+    if "axis" not in node.attributes:
+        total = op.ScatterElements(op.Reshape(op.zeros(x), [-1]), first, op.Reshape(g, [-1]), axis=0)
+        return [op.reshape(total, x)]
+    order = list(range(op.rank(x)))
+    order.insert(0, order.pop(node.attributes.get_int("axis", 0)))
+    rows = op.transpose(op.zeros(x), order)
+    total = op.ScatterND(rows, op.Unsqueeze(first, [1]), op.transpose(g, order))
+    return [op.transpose(total, np.argsort(order).tolist())]

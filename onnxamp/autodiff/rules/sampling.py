@@ -1,4 +1,4 @@
-"""Gradients of operators that read a map at fractional positions: GridSample, AffineGrid, DeformConv, RoiAlign.
+"""Gradients of operators that read a map at fractional positions: GridSample, AffineGrid, DeformConv, RoiAlign; and of MaxRoiPool.
 
 Each is written out as gathers with weights, and differentiated with respect to the map and to the positions.
 """
@@ -307,3 +307,42 @@ def _largest_corner(
         value = op.Mul(_read(op, flat, extents, [y, x]), op.Unsqueeze(op.Mul(wy, wx), [1]))
         values.append(op.Reshape(op.mask(shown, value), shape))
     return op.reduce("ReduceMax", op.Max(*values), [3, 5], keepdims=False)
+
+
+@defined("MaxRoiPool", inputs=(0,), zero=(1,))
+def max_roi_pool(op: Builder, node: ir.Node) -> list[ir.Value]:
+    """The largest pixel in each bin of each box, whose corners are rounded to pixels; 0 where a bin has none."""
+    x, rois = _given(node, 0), _given(node, 1)
+    data, boxes = op.wide(x), op.wide(rois)
+    scale = node.attributes.get_float("spatial_scale", 1.0)
+    batch, *corner = (op.Slice(boxes, [i], [i + 1], [1]) for i in range(5))  # x1, y1, x2, y2, [R, 1] each
+    corner = [_nearest(op, op.Mul(value, scale)) for value in corner]
+    pooled = op.Gather(data, op.cast(op.Squeeze(batch, [1]), INT64), axis=0)  # [R, C, H, W]
+    filled: ir.Value | None = None
+    lowest = op.scalar(-np.inf, data.dtype)
+    for axis, (first, last) in enumerate(((corner[1], corner[3]), (corner[0], corner[2]))):
+        bins = node.attributes["pooled_shape"].as_ints()[axis]
+        width = op.Div(op.Max(op.Add(op.Sub(last, first), 1.0), op.scalar(1.0, boxes.dtype)), float(bins))
+        assert boxes.dtype is not None
+        low, high = (op.constant((np.arange(bins) + i)[None].astype(boxes.dtype.numpy())) for i in range(2))
+        start, stop = op.Floor(op.Mul(width, low)), op.Ceil(op.Mul(width, high))
+        start, stop = (op.cast(op.Add(edge, first), INT64) for edge in (start, stop))  # [R, bins]
+        size = op.dim(data, 2 + axis)
+        places = op.Range(op.index(0), op.Squeeze(size, [0]), op.index(1))
+        inside = op.And(
+            op.GreaterOrEqual(places, op.Unsqueeze(start, [2])), op.Less(places, op.Unsqueeze(stop, [2]))
+        )  # [R, bins, H]
+        inside = op.Unsqueeze(inside, [1, 4] if axis == 0 else [1, 2])
+        kept = op.Where(inside, op.Unsqueeze(pooled, [2 + axis]), lowest)
+        pooled = op.reduce("ReduceMax", kept, [3 + axis], keepdims=False)
+        some = op.And(op.Less(start, size), op.And(op.Greater(stop, op.index(0)), op.Less(start, stop)))
+        some = op.Unsqueeze(some, [1, 3] if axis == 0 else [1, 2])
+        filled = some if filled is None else op.And(filled, some)
+    assert filled is not None
+    assert x.dtype is not None
+    return [op.cast(op.mask(filled, pooled), x.dtype)]
+
+
+def _nearest(op: Builder, value: ir.Value) -> ir.Value:
+    """Rounded to the nearest whole number, halves away from 0."""
+    return op.Mul(op.Sign(value), op.Floor(op.Add(op.Abs(value), 0.5)))
