@@ -1,6 +1,7 @@
 """Small PyTorch models of the usual kinds, for tests and benchmarks of training: `KINDS` names them.
 
-Each is a module from one input to logits of classes in dimension 1 (or last, of sequences), with a function that gives `n` samples.
+Each is a module from one input to logits of classes in dimension 1 (or last, of sequences), with a function that gives `n` samples. `held`
+says which of a module's parameters the initializers of its export are.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import onnx
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -188,3 +191,55 @@ class WithLoss(nn.Module):
     def forward(self, x: torch.Tensor, t: torch.Tensor) -> Any:
         y = self.module(x)
         return F.cross_entropy(y.flatten(0, 1), t.flatten()) if self.last else F.cross_entropy(y, t)
+
+
+Form = Callable[[Callable[[str], np.ndarray]], np.ndarray]
+
+
+def held(proto: onnx.ModelProto, module: nn.Module) -> dict[str, Form]:
+    """For each initializer of an export that holds parameters what makes its content, given a function from their names to arrays.
+
+    Exporters rename and turn parameters; they are found by their content, so no two may be equal.
+    """
+    arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    values = {name: value.detach().numpy() for name, value in module.named_parameters()}
+    found: dict[str, Form] = {}
+    missing = set(values)
+    for form, names in _forms(module):
+        want = form(values.__getitem__)
+        for key, array in arrays.items():
+            same = array.size == want.size and array.squeeze().shape == want.squeeze().shape
+            if key not in found and same and np.allclose(array.squeeze(), want.squeeze(), rtol=1e-4, atol=1e-5):
+                found[key] = form
+                missing -= set(names)
+                break
+    if missing:
+        raise ValueError(f"No initializer holds {sorted(missing)}.")
+    return found
+
+
+def _forms(module: nn.Module) -> list[tuple[Form, list[str]]]:
+    """What becomes of parameters in a file, and of which: each as it is or turned, and those of LSTM joined over directions."""
+    result: list[tuple[Form, list[str]]] = []
+    for name, value in module.named_parameters():
+        result.append(((lambda get, n=name: get(n)), [name]))
+        if value.dim() == 2:
+            result.append(((lambda get, n=name: get(n).T), [name]))
+    for prefix, lstm in module.named_modules():
+        if isinstance(lstm, nn.LSTM):
+            for layer in range(lstm.num_layers):
+                ways = [f"l{layer}", f"l{layer}_reverse"]
+                for kind in ("weight_ih", "weight_hh"):
+                    names = [f"{prefix}.{kind}_{way}" for way in ways]
+                    result.append(((lambda get, n=names: np.stack([_gates(get(i)) for i in n])), names))
+                names = [f"{prefix}.bias_{kind}_{way}" for way in ways for kind in ("ih", "hh")]
+                result.append(
+                    ((lambda get, n=names: np.concatenate([_gates(get(i)) for i in n]).reshape(2, -1)), names)
+                )
+    return result
+
+
+def _gates(value: np.ndarray) -> np.ndarray:
+    """PyTorch's order i, f, g, o as ONNX's i, o, f, g."""
+    i, f, g, o = np.split(value, 4)
+    return np.concatenate([i, o, f, g])

@@ -81,53 +81,6 @@ def merged(module):
     return result.requires_grad_()
 
 
-def forms(module):
-    """Name → what becomes of parameters (given by a function of their names) in a file, and which of them: each as it is or turned, and
-    those of LSTM joined over directions with their gates in ONNX's order."""
-    result = {}
-    for name, value in module.named_parameters():
-        result[name] = ((lambda get, n=name: get(n)), [name])
-        if value.dim() == 2:
-            result[f"{name}.T"] = ((lambda get, n=name: get(n).T), [name])
-    for prefix, lstm in module.named_modules():
-        if isinstance(lstm, nn.LSTM):
-            for layer in range(lstm.num_layers):
-                ways = [f"l{layer}", f"l{layer}_reverse"]
-                for kind in ("weight_ih", "weight_hh"):
-                    names = [f"{prefix}.{kind}_{way}" for way in ways]
-                    result[f"{prefix}.{kind}_{layer}"] = (
-                        (lambda get, n=names: np.stack([gates(get(i)) for i in n])),
-                        names,
-                    )
-                names = [f"{prefix}.bias_{kind}_{way}" for way in ways for kind in ("ih", "hh")]
-                joined = lambda get, n=names: np.concatenate([gates(get(i)) for i in n]).reshape(2, -1)  # noqa: E731
-                result[f"{prefix}.bias_{layer}"] = joined, names
-    return result
-
-
-def gates(value):
-    """PyTorch's order i, f, g, o as ONNX's i, o, f, g."""
-    i, f, g, o = np.split(value, 4)
-    return np.concatenate([i, o, f, g])
-
-
-def find(proto, module):
-    """Initializer → the form of parameters that it holds."""
-    arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    values = {name: value.detach().numpy() for name, value in module.named_parameters()}
-    found, missing = {}, set(values)
-    for form, names in forms(module).values():
-        want = form(values.__getitem__)
-        for key, array in arrays.items():
-            same = array.size == want.size and array.squeeze().shape == want.squeeze().shape
-            if key not in found and same and np.allclose(array.squeeze(), want.squeeze(), rtol=1e-4, atol=1e-5):
-                found[key] = form
-                missing -= set(names)
-                break
-    assert not missing
-    return found
-
-
 def lifted(proto):
     """Constants of parameters as initializers."""
     for node in list(proto.graph.node):
@@ -164,7 +117,7 @@ def test_gradients_equal_autograd(kind, dynamo, training, architectures, request
         to_training_form(proto)
     else:
         reference = merged(reference)
-    held = find(proto, reference)
+    held = architectures.held(proto, reference)
     result = gradient_model(proto, proto.graph.output[0].name, list(held))
     final = ir.to_proto(result)
     onnx.checker.check_model(final)
