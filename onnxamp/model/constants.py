@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.model.signatures import operator_name
+from onnxamp.model.tensors import nbytes
 
 _NUMBERS = {
     ir.AttributeType.FLOAT: np.float32,
@@ -53,4 +54,4 @@ def add_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
 def constant_bytes(value: ir.Value) -> int:
     """The bytes of a constant; 0 for what is none."""
     tensor = constant_tensor(value)
-    return tensor.nbytes if tensor is not None else 0
+    return nbytes(tensor) if tensor is not None else 0

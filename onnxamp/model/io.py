@@ -22,7 +22,7 @@ from onnxamp import files
 from onnxamp.errors import ModelError, RuntimeMissingError, UsageError, cause
 from onnxamp.model import validation
 from onnxamp.model.tensors import byte_blocks, is_external, stored
-from onnxamp.model.units import all_nodes, all_values, bodies
+from onnxamp.model.units import all_graphs, all_nodes, all_values, bodies
 
 # Key of Value.meta: the TypeProto of a value whose type onnx-ir cannot hold (maps).
 _TYPE_PROTO = "onnxamp.type_proto"
@@ -192,7 +192,7 @@ def in_order(model: ir.Model) -> ir.Model:
 
 def _is_in_order(graph: ir.Graph) -> bool:
     seen: set[ir.Node] = set()
-    own = {node.graph for node in all_nodes(graph)}
+    own = set(all_graphs(graph))
     for node in all_nodes(graph):
         # A node comes before its bodies here, so that what a body reads from outside must have been seen too.
         for value in node.inputs:

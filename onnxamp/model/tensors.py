@@ -29,6 +29,20 @@ def byte_count(dtype: ir.DataType, dims: tuple[int, ...]) -> int:
     return math.ceil(math.prod(dims) * dtype.bitwidth / 8)
 
 
+def elements(tensor: ir.TensorProtocol) -> int:
+    """The number of elements of `tensor`; its own `size` makes a new shape of a proto's dimensions each time."""
+    return math.prod(_dims(tensor))
+
+
+def nbytes(tensor: ir.TensorProtocol) -> int:
+    """The bytes of `tensor`; see `elements`."""
+    return byte_count(tensor.dtype, _dims(tensor))
+
+
+def _dims(tensor: ir.TensorProtocol) -> tuple[int, ...]:
+    return tuple(tensor.raw.dims if isinstance(tensor, ir.serde.TensorProtoTensor) else tensor.shape)
+
+
 def blocks(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
     """The elements of `tensor`, flat and in order, in arrays of at most 512 KiB of what is stored.
 
@@ -43,7 +57,7 @@ def blocks(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
 def mapped(tensor: ir.TensorProtocol, function: Callable[[np.ndarray], T]) -> Iterator[T]:
     """`function` of each of `blocks`, in order; of a large tensor, several are read and computed at a time."""
     pieces = _pieces(tensor)
-    if tensor.nbytes <= 2 * BLOCK_BYTES:
+    if nbytes(tensor) <= 2 * BLOCK_BYTES:
         for piece in pieces:
             yield function(piece())
         return

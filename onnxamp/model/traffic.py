@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 import onnx_ir as ir
 
 from onnxamp.model import dimensions
-from onnxamp.model.signatures import operator_name
-from onnxamp.model.units import SHAPE_ONLY, Read, TypeGraph, Unit, all_nodes
+from onnxamp.model.units import SHAPE_ONLY, Read, TypeGraph, Unit, is_float
 
 # A value without shape, sequences among them, counts as one unknown dimension.
 _UNRANKED = dimensions.OTHER_DIM
@@ -83,19 +82,14 @@ class Traffic:
         return read + sum(self.elements(value) for value in unit.writes if value.producer() is not None)
 
     def _outside_units(self) -> int:
-        """Bytes of values that take no part in the decision."""
-        inside = {(read.site, read.index) for unit in self.graph.units for read in unit.reads}
+        """Bytes of values that take no part in the decision: those of other types."""
         total = 0
-        for node in all_nodes(self.graph.model.graph):
-            if operator_name(node) == "Constant":
+        for node, name in self.graph.operators.items():
+            if name == "Constant":
                 continue
-            if operator_name(node) not in SHAPE_ONLY:
-                for index, value in enumerate(node.inputs):
-                    if value is not None and (node, index) not in inside:
-                        total += self._bytes(value)
-            for value in node.outputs:
-                if value.name and value not in self.graph.writer:
-                    total += self._bytes(value)
+            if name not in SHAPE_ONLY:
+                total += sum(self._bytes(value) for value in node.inputs if value is not None and not is_float(value))
+            total += sum(self._bytes(value) for value in node.outputs if value.name and not is_float(value))
         return total
 
     def _bytes(self, value: ir.Value) -> int:

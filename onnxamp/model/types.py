@@ -126,13 +126,20 @@ def _drop_declarations(nodes: list[ir.Node], proto: onnx.GraphProto, opsets: dic
         kept = [info.SerializeToString() for info in proto.value_info if info.name in needed]
         del proto.value_info[:]
         proto.value_info.extend(onnx.ValueInfoProto.FromString(info) for info in kept)
-    for node, other in zip(nodes, proto.node, strict=True):
-        for body, inner in zip(bodies(node), _proto_bodies(other), strict=True):
-            _drop_declarations(list(body), inner, opsets)
+    for body, inner in _bodies(nodes, proto):
+        _drop_declarations(list(body), inner, opsets)
 
 
 def _is_standard(node: ir.Node, opsets: dict[str, int]) -> bool:
     return onnx.defs.has(node.op_type, domain=node.domain) and node.domain in opsets
+
+
+def _bodies(nodes: list[ir.Node], proto: onnx.GraphProto) -> Iterator[tuple[ir.Graph, onnx.GraphProto]]:
+    """The bodies of `nodes`, each with its serialized twin."""
+    for index, node in enumerate(nodes):
+        found = list(bodies(node))
+        if found:
+            yield from zip(found, _proto_bodies(proto.node[index]), strict=True)
 
 
 def _proto_bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
@@ -145,14 +152,14 @@ def _proto_bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 def _absorb(nodes: list[ir.Node], proto: onnx.GraphProto) -> None:
     """Take types and shapes over from an inferred graph with the same nodes."""
     found = {info.name: info.type for info in (*proto.value_info, *proto.output)}
-    for node, other in zip(nodes, proto.node, strict=True):
+    for node in nodes:
         for value in node.outputs:
             if value.name in found:
                 _set(value, found[value.name])
-        for body, inner in zip(bodies(node), _proto_bodies(other), strict=True):
-            for value, info in zip(body.inputs, inner.input, strict=True):
-                _set(value, info.type)
-            _absorb(list(body), inner)
+    for body, inner in _bodies(nodes, proto):
+        for value, info in zip(body.inputs, inner.input, strict=True):
+            _set(value, info.type)
+        _absorb(list(body), inner)
 
 
 def _set(value: ir.Value, proto: onnx.TypeProto) -> None:

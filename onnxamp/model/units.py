@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import onnx_ir as ir
 
@@ -46,7 +46,7 @@ TYPE_ATTRIBUTE = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Read:
     """One place that reads a value: operand `index` of a node, or output `index` of a graph."""
 
@@ -62,7 +62,7 @@ class Read:
             self.site.outputs[self.index] = value
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Unit:
     """One decision variable; compared by identity.
 
@@ -101,6 +101,7 @@ class TypeGraph:
         constants: Values of initializers and Constant nodes, in every scope, that are float tensors.
         of: The units of a node, by type variable, in signature order.
         signatures: The signature of each node; None where no schema is known.
+        operators: The operator of each node, as `operator_name` gives it.
     """
 
     model: ir.Model
@@ -110,6 +111,11 @@ class TypeGraph:
     constants: tuple[ir.Value, ...]
     of: dict[ir.Node, tuple[Unit, ...]]
     signatures: dict[ir.Node, Signature | None]
+    operators: dict[ir.Node, str]
+
+    def nodes(self, operators: Collection[str]) -> Iterator[ir.Node]:
+        """The nodes of these operators that have units, in graph order."""
+        return (node for node, name in self.operators.items() if name in operators and node in self.of)
 
 
 def type_graph(model: ir.Model) -> TypeGraph:
@@ -137,6 +143,15 @@ def named_bodies(node: ir.Node) -> Iterator[tuple[str, ir.Graph]]:
             yield from ((f"{name}[{number}]", body) for number, body in enumerate(attribute.as_graphs()))
 
 
+def all_graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
+    """`graph` and every body in it."""
+    yield graph
+    for node in graph:
+        if node.attributes:
+            for body in bodies(node):
+                yield from all_graphs(body)
+
+
 def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
     """Every node of `graph`, each followed by those of its bodies."""
     for node in graph:
@@ -160,11 +175,12 @@ def all_values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 def is_float(value: ir.Value | None) -> bool:
     """Whether the value is a tensor of one of the float types that onnxamp decides between."""
-    return value is not None and isinstance(value.type, ir.TensorType) and value.type.dtype in BY_IR
+    return value is not None and _float_type(value) is not None
 
 
 def _float_type(value: ir.Value) -> ir.DataType | None:
-    return value.dtype if is_float(value) else None
+    kind = value.type
+    return kind.dtype if isinstance(kind, ir.TensorType) and kind.dtype in BY_IR else None
 
 
 def _holds_floats(value: ir.Value | None) -> bool:
@@ -189,29 +205,25 @@ class _Builder:
         self.units: list[Unit] = []
         self.constants: dict[ir.Value, None] = {}
         self.signatures: dict[ir.Node, Signature | None] = {}
-        self.of: dict[ir.Node, list[Unit]] = collections.defaultdict(list)
+        self.of: dict[ir.Node, list[Unit]] = {}
+        self.operators: dict[ir.Node, str] = {}
 
     def add(
         self, node: ir.Node | None, variable: str, reads: list[Read], writes: list[ir.Value], fixed: str | None
     ) -> None:
         """One unit of the float operands among `reads` and `writes`; a partner that is none, or has no type, fixes it."""
-        read = [_float_type(r.value) for r in reads]
-        written = [_float_type(w) for w in writes]
-        found = {*read, *written}
+        found: dict[ir.DataType | None, tuple[list[Read], list[ir.Value]]] = {}
+        for read in reads:
+            found.setdefault(_float_type(read.value), ([], []))[0].append(read)
+        for value in writes:
+            found.setdefault(_float_type(value), ([], []))[1].append(value)
         if len(found) > 1:
             fixed = fixed or "untyped"
         for dtype in sorted(kind for kind in found if kind is not None):
-            unit = Unit(
-                node,
-                variable,
-                dtype,
-                tuple(r for r, kind in zip(reads, read, strict=True) if kind == dtype),
-                tuple(w for w, kind in zip(writes, written, strict=True) if kind == dtype),
-                fixed,
-            )
+            unit = Unit(node, variable, dtype, tuple(found[dtype][0]), tuple(found[dtype][1]), fixed)
             self.units.append(unit)
             if node is not None:
-                self.of[node].append(unit)
+                self.of.setdefault(node, []).append(unit)
 
     def interface_inputs(self) -> None:
         constant_inputs = self.model.ir_version < 4
@@ -239,7 +251,7 @@ class _Builder:
     def node(self, node: ir.Node) -> None:
         signed = node_signature(node, self.model.opset_imports)
         self.signatures[node] = signed
-        name = operator_name(node)
+        self.operators[node] = name = operator_name(node)
         if name == "Constant":
             if is_float(node.outputs[0]):
                 self.constants[node.outputs[0]] = None
@@ -333,4 +345,5 @@ class _Builder:
             constants=tuple(self.constants),
             of={node: tuple(units) for node, units in self.of.items()},
             signatures=self.signatures,
+            operators=self.operators,
         )

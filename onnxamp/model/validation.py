@@ -143,30 +143,31 @@ class _Checker:
             raise ModelError(f"Output {value.name!r} of {where} is produced by no node of it.")
 
     def nodes(self, nodes: Iterable[onnx.NodeProto], scopes: tuple[set[str], ...], where: str) -> None:
+        own = scopes[-1]
         for node in nodes:
-            name = f"{node.op_type} node {node.name or next(iter(node.output), '')!r}"
-            _text(name, node.op_type, node.domain, node.name, node.doc_string, node.overload, *node.input, *node.output)
-            _text(name, *_metadata(node))
-            if not node.op_type:
+            op_type, domain, operands = node.op_type, node.domain, list(node.input)
+            _text(node, op_type, domain, node.name, node.doc_string, node.overload, *operands, *node.output)
+            if node.metadata_props:
+                _text(node, *_metadata(node))
+            if not op_type:
                 raise ModelError(f"Node {node.name!r} of {where} has no operator.")
-            if node.domain not in self.imports and node.domain != "ai.onnx":
-                domain = node.domain or "ai.onnx"
+            if domain not in self.imports and domain != "ai.onnx":
+                domain = domain or "ai.onnx"
                 raise ModelError(
-                    f"{name} is of domain {domain!r}, which the model does not import; add it to opset_import."
+                    f"{_called(node)} is of domain {domain!r}, which the model does not import; add it to opset_import."
                 )
-            for value in node.input:
-                if value and not any(value in scope for scope in reversed(scopes)):
-                    raise ModelError(f"{name} reads {value!r}, which nothing defines.")
-            self.arity(node, name)
+            for value in operands:
+                if value and value not in own and not any(value in scope for scope in reversed(scopes)):
+                    raise ModelError(f"{_called(node)} reads {value!r}, which nothing defines.")
+            self.arity(node, op_type, "" if domain == "ai.onnx" else domain)
             for attribute in node.attribute:
-                self.attribute(attribute, scopes, name)
+                self.attribute(attribute, scopes, _called(node))
 
-    def arity(self, node: onnx.NodeProto, name: str) -> None:
+    def arity(self, node: onnx.NodeProto, op_type: str, domain: str) -> None:
         """Operands, results and attributes must be what the operator has."""
-        domain = "" if node.domain == "ai.onnx" else node.domain
-        if (domain, node.op_type) in self.local or domain not in self.imports:
+        if (domain, op_type) in self.local or domain not in self.imports:
             return
-        formal = _arity(node.op_type, domain, self.imports[domain])
+        formal = _arity(op_type, domain, self.imports[domain])
         if formal is None:
             return
         for what, count, (least, most) in (
@@ -175,22 +176,22 @@ class _Checker:
         ):
             if not least <= count <= most:
                 bounds = str(least) if least == most else f"{least} to {most}" if most < _MANY else f"at least {least}"
-                raise ModelError(f"{name} has {count} {what}; the operator takes {bounds}.")
+                raise ModelError(f"{_called(node)} has {count} {what}; the operator takes {bounds}.")
         have = {attribute.name: attribute for attribute in node.attribute}
         for required in formal.required - set(have):
-            raise ModelError(f"{name} lacks its attribute {required!r}.")
-        if node.op_type == "Constant" and not domain and len(have) != 1:
-            raise ModelError(f"{name} has {len(have)} attributes; exactly one gives its value.")
+            raise ModelError(f"{_called(node)} lacks its attribute {required!r}.")
+        if op_type == "Constant" and not domain and len(have) != 1:
+            raise ModelError(f"{_called(node)} has {len(have)} attributes; exactly one gives its value.")
         for key, attribute in have.items():
             want = formal.attributes.get(key, attribute.type)
             if attribute.type != want:
                 kinds = [_ATTRIBUTE.AttributeType.Name(kind).lower() for kind in (attribute.type, want)]
                 raise ModelError(
-                    f"Attribute {key!r} of {name} is declared as {kinds[0]}; the operator takes {kinds[1]}."
+                    f"Attribute {key!r} of {_called(node)} is declared as {kinds[0]}; the operator takes {kinds[1]}."
                 )
             open_type = bool(attribute.ref_attr_name)  # a function's attribute gives it
             if key in _TYPES and want == _ATTRIBUTE.INT and not open_type and attribute.i not in _DTYPES:
-                raise ModelError(f"Attribute {key!r} of {name} is {attribute.i}, which is no element type.")
+                raise ModelError(f"Attribute {key!r} of {_called(node)} is {attribute.i}, which is no element type.")
 
     def attribute(self, attribute: onnx.AttributeProto, scopes: tuple[set[str], ...], name: str) -> None:
         _text(f"an attribute of {name}", attribute.name, attribute.doc_string, attribute.ref_attr_name)
@@ -300,9 +301,14 @@ def _arity(op_type: str, domain: str, opset: int) -> _Arity | None:
     return _Arity((schema.min_input, schema.max_input), (schema.min_output, schema.max_output), required, attributes)
 
 
-def _text(where: str, *texts: str) -> None:
+def _called(node: onnx.NodeProto) -> str:
+    return f"{node.op_type} node {node.name or next(iter(node.output), '')!r}"
+
+
+def _text(where: str | onnx.NodeProto, *texts: str) -> None:
     """Protobuf hands out bytes where a text is not UTF-8."""
-    if not all(isinstance(text, str) for text in texts):
+    if bytes in map(type, texts):
+        where = where if isinstance(where, str) else _called(where)
         raise ModelError(f"The name or text of {where} is not UTF-8: the file is damaged.")
 
 

@@ -51,9 +51,7 @@ def _is_alone(facts: Facts, data: ir.Value, kind: str, decisions: dict[Unit, Dec
 
 def _affines(facts: Facts) -> Iterator[tuple[ir.Value, tuple[ir.Node, ir.Node]]]:
     """What each written-out layer normalization normalizes, and its product with a scale and its sum with a bias."""
-    for node in facts.graph.of:
-        if operator_name(node) != "Div":
-            continue
+    for node in facts.graph.nodes(("Div",)):
         deviation, root = _producer(node.inputs[0]), _producer(node.inputs[1])
         if deviation is None or root is None or (operator_name(deviation), operator_name(root)) != ("Sub", "Sqrt"):
             continue

@@ -6,7 +6,6 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
-from onnxamp.model.signatures import operator_name
 from onnxamp.model.traffic import Traffic
 from onnxamp.model.units import TypeGraph, Unit
 from onnxamp.policy.cut import INFINITE, Network
@@ -152,7 +151,7 @@ def dissolve(graph: TypeGraph, groups: Groups, low: dict[int, bool], anchors: se
             for reader in readers:
                 join(groups.of[writer], groups.of[reader])
     for node, units in graph.of.items():
-        for unit in units[1:] if operator_name(node) not in CONTROL_FLOW else ():
+        for unit in units[1:] if graph.operators[node] not in CONTROL_FLOW else ():
             join(groups.of[units[0]], groups.of[unit])
     reached = {groups.of[unit] for unit in anchors if low[groups.of[unit]]}
     pending = list(reached)

@@ -13,9 +13,9 @@ import onnx_ir as ir
 from onnxamp.dtypes import FloatType
 from onnxamp.model.constants import fixed_tensor
 from onnxamp.model.signatures import operator_name
-from onnxamp.model.tensors import mapped
+from onnxamp.model.tensors import elements, mapped
 from onnxamp.model.units import TypeGraph, Unit
-from onnxamp.policy.operators import Kind, Range, operator
+from onnxamp.policy.operators import Kind, Range, operator, row
 from onnxamp.policy.options import HEADROOM
 
 # Constants above this size are weights, never the small numbers that patterns look for.
@@ -63,7 +63,7 @@ class Facts:
 
     def kind(self, unit: Unit) -> Kind | None:
         """The kind of the unit's operator; None for the interface."""
-        return operator(unit.node).kind if unit.node is not None else None
+        return row(self.graph.operators[unit.node]).kind if unit.node is not None else None
 
     def tensor(self, value: ir.Value | None) -> ir.TensorProtocol | None:
         """The data of a constant of any type; None for what is computed, or may be overridden."""
@@ -88,7 +88,7 @@ class Facts:
                 break
             value = node.inputs[0]
         tensor = self.tensor(value)
-        if tensor is None or not 0 < tensor.size <= _SMALL or tensor.dtype == ir.DataType.STRING:
+        if tensor is None or tensor.dtype == ir.DataType.STRING or not 0 < elements(tensor) <= _SMALL:
             return None
         array = tensor.numpy().reshape(-1)
         return float(array[0]) if array.size == 1 or (array == array[0]).all() else None
@@ -206,7 +206,9 @@ _NO_NUMBERS = frozenset({"seed"})
 
 def float_attributes(node: ir.Node) -> dict[str, float]:
     """The attributes that are numbers an operator computes with, by name; of several the largest. What says "no bound" is left out."""
-    found = {}
+    found: dict[str, float] = {}
+    if not node.attributes:
+        return found
     for name, attribute in node.attributes.items():
         if name in _NO_NUMBERS or attribute.is_ref():
             continue

@@ -18,6 +18,7 @@ from onnxamp.model.signatures import Signature, operator_name, signature, standa
 from onnxamp.model.units import Read, TypeGraph, Unit
 from onnxamp.policy import codes
 from onnxamp.policy.decision import Decision
+from onnxamp.policy.operators import SHAPE_OPERANDS
 from onnxamp.policy.targets import TargetTable
 
 _FIXED = {
@@ -29,8 +30,8 @@ _FIXED = {
 }
 QUANTIZATION = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"})
 CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
-# Operands that shape inference reads: a constant fp32 copy, never a Cast.
-_SHAPE_OPERANDS = {"Resize": ("roi", "scales", "sizes"), "Upsample": ("scales",)}
+# Numbers that are parameters of an operator rather than data, by position: where weights are cast, they stay constants.
+_SETTINGS = {"Pad": (2,), "Clip": (1, 2)}
 # Results whose type an attribute sets (stash_type), not the operands.
 _STASHED = {("LayerNormalization", "U")}
 # The width or the tensors of an attribute say what the operands are.
@@ -76,7 +77,7 @@ def choices(node: ir.Node, graph: TypeGraph, low: FloatType, target: TargetTable
         else:
             open_units.append(unit)
     allowed: set[frozenset[Unit]] | None = None
-    if signed is not None and operator_name(node) in CONTROL_FLOW:  # each output and state has a type of its own
+    if signed is not None and graph.operators[node] in CONTROL_FLOW:  # each output and state has a type of its own
         reachable = {u for u in open_units if target.supports(node, signed, {"V": low.ir})}
     else:
         allowed = {frozenset[Unit]()}
@@ -101,10 +102,9 @@ def _blocked(node: ir.Node, unit: Unit, signed: Signature | None, low: FloatType
     operator = operator_name(node)
     if operator in QUANTIZATION:
         return Decision("fp32", codes.QUANTIZATION, {"operator": operator})
-    if (names := _SHAPE_OPERANDS.get(operator)) and unit.reads and not unit.writes:
-        operands = [formal.name if (formal := signed.input(read.index)) else "" for read in unit.reads]
-        if any(name in names for name in operands):
-            return Decision("fp32", codes.SHAPE_OPERAND, {"operand": operands[0]})
+    if (places := SHAPE_OPERANDS.get(operator)) and not unit.writes and unit.reads[0].index in places:
+        formal = signed.input(unit.reads[0].index)
+        return Decision("fp32", codes.SHAPE_OPERAND, {"operand": formal.name if formal is not None else ""})
     variable = schema_variable(node, unit)
     if (operator, variable) in _STASHED or operator in _ATTRIBUTE_TYPED:
         return Decision("fp32", codes.LITERAL, {"operator": operator})
@@ -140,13 +140,12 @@ def schema_variable(node: ir.Node, unit: Unit) -> str:
     return "V" if operator_name(node) in CONTROL_FLOW else unit.variable
 
 
-def is_shape_operand(read: Read) -> bool:
-    """Whether shape inference looks at the elements of the operand."""
-    return (
-        isinstance(read.site, ir.Node)
-        and read.index > 0
-        and operator_name(read.site) in ("Resize", "Upsample", "Pad", "Clip")
-    )
+def is_setting(read: Read) -> bool:
+    """Whether the operand says how large, where, or between which bounds: shape inference and gradients want its number."""
+    if not isinstance(read.site, ir.Node):
+        return False
+    name = operator_name(read.site)
+    return read.index in SHAPE_OPERANDS.get(name, ()) or read.index in _SETTINGS.get(name, ())
 
 
 @functools.cache

@@ -44,7 +44,7 @@ class Masks:
 def find_masks(facts: Facts) -> Masks:
     """The masks of a graph: walk back from each softmax through sums, selections, moves and (1 - m) * c."""
     region: dict[Unit, None] = {}
-    anchors = {(node, index) for node in facts.graph.of for index in _anchors(node)}
+    anchors = {(node, index) for node in facts.graph.nodes({*_SOFTMAX_OPERANDS, "Exp"}) for index in _anchors(node)}
     pending = [value for node, index in anchors if (value := node.inputs[index]) is not None]
     seen = set(pending)
     while pending:
@@ -150,13 +150,10 @@ def _collect(facts: Facts, region: dict[Unit, None], anchors: set[tuple[ir.Node,
     computed: set[ir.Value] = set()  # carried values whose mask no constant holds
     followers: dict[ir.Value, list[Unit]] = {}
     carriers: list[tuple[Unit, set[ir.Value], int, bool]] = []
-    for unit in facts.graph.units:
+    fills = {node for node in facts.graph.nodes(("ConstantOfShape",)) if _fills_beyond(facts, node)}
+    for unit in facts.graph.units if region or fills else ():
         if unit not in region:
-            if (
-                unit.node is not None
-                and operator_name(unit.node) == "ConstantOfShape"
-                and _fills_beyond(facts, unit.node)
-            ):
+            if unit.node in fills:
                 origin.update((value, set()) for value in unit.writes)
                 computed.update(unit.writes)
             continue

@@ -103,9 +103,39 @@ _ROWS = {
     """,
 }
 OPERATORS: dict[str, Operator] = {name: row for row, names in _ROWS.items() for name in names.split()}
+HEAVY = frozenset(name for name, row in OPERATORS.items() if row.kind is Kind.HEAVY)
 _DEFAULT = Operator(Kind.SENSITIVE)
+
+# Operands that say how large or where, by position: shape inference reads their elements.
+SHAPE_OPERANDS: dict[str, tuple[int, ...]] = {
+    "Reshape": (1,),
+    "Expand": (1,),
+    "Tile": (1,),
+    "Slice": (1, 2, 3, 4),
+    "Pad": (1, 3),
+    "ConstantOfShape": (0,),
+    "Resize": (1, 2, 3),
+    "Upsample": (1,),
+    "TopK": (1,),
+    "Split": (1,),
+    "Squeeze": (1,),
+    "Unsqueeze": (1,),
+    "OneHot": (1,),
+    "Loop": (0,),
+    "CenterCropPad": (1,),
+    "AffineGrid": (1,),
+    "Col2Im": (1, 2),
+    "MaxUnpool": (2,),
+    "CumSum": (1,),
+    "Trilu": (1,),
+}
 
 
 def operator(node: ir.Node) -> Operator:
     """The row of a node's operator."""
-    return OPERATORS.get(operator_name(node), _DEFAULT)
+    return row(operator_name(node))
+
+
+def row(name: str) -> Operator:
+    """The row of an operator."""
+    return OPERATORS.get(name, _DEFAULT)

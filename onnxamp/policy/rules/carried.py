@@ -13,14 +13,13 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import Unit
 from onnxamp.policy import codes
 from onnxamp.policy.facts import float_attributes
 from onnxamp.policy.legality import CONTROL_FLOW
 from onnxamp.policy.marks import Marks
 from onnxamp.policy.masks import is_mask_operand
-from onnxamp.policy.operators import Kind, operator
+from onnxamp.policy.operators import Kind, row
 from onnxamp.policy.rules.constants import BIAS
 
 # Results are as large as the product of these operands' sizes.
@@ -70,19 +69,19 @@ class _Carried:
         """Mark one unit; the values whose size has grown."""
         node = unit.node
         assert node is not None
-        heavy = operator(node).kind is Kind.HEAVY
+        kind = self.facts.kind(unit)
         for read in unit.reads:
             size = self.sizes.get(read.value, 0.0)
-            if size > self.limit and not (heavy and is_mask_operand(node, read.index)):
+            if size > self.limit and not (kind is Kind.HEAVY and is_mask_operand(node, read.index)):
                 if unit in self.sums:
                     self.marks.fp32(unit, codes.MASK_SUM)
                 self.marks.fp32(unit, codes.OUT_OF_RANGE, carries=read.value.name, largest=size, limit=self.limit)
         if not unit.writes or (unit in self.marks.decisions and not self.marks.is_fp32(unit)):
             return []
-        size = min(self.result(unit, node), _LARGEST)
+        size = min(self.result(unit, node, self.facts.graph.operators[node]), _LARGEST)
         # Doubled at least: a factor inside a loop grows for ever.
         grown = [value for value in unit.writes if size >= max(self.factor, 2 * self.sizes.get(value, 0.0))]
-        if not grown or (operator(node).kind is not Kind.MOVE and self.facts.observed_small(grown)):
+        if not grown or (kind is not Kind.MOVE and self.facts.observed_small(grown)):
             return []
         if size > self.limit:
             self.marks.fp32(unit, codes.OUT_OF_RANGE, largest=size, limit=self.limit)
@@ -98,9 +97,8 @@ class _Carried:
             return found.largest if found.over else 0.0
         return self.sizes.get(value, 0.0)
 
-    def result(self, unit: Unit, node: ir.Node) -> float:
+    def result(self, unit: Unit, node: ir.Node, op: str) -> float:
         """The size of what the unit writes."""
-        op = operator_name(node)
         if op in CONTROL_FLOW:
             return max((self.size(read.value) for read in unit.reads), default=0.0)
         if op == "Cast":  # of integers too
@@ -121,7 +119,7 @@ class _Carried:
             large |= {value for value in operands if self.scales(op, node, value)}
         if not large and not attribute:
             return 0.0
-        followed = op in ("Mul", "Div") or operator(node).kind is Kind.MOVE
+        followed = op in ("Mul", "Div") or row(op).kind is Kind.MOVE
         if not followed and max([attribute, *map(self.size, operands)]) <= self.limit:
             return 0.0  # what else may be done with a size inside the range is ordinary
         if op in ("Max", "Min", "Clip"):
@@ -132,7 +130,7 @@ class _Carried:
             return (self.size(node.inputs[0]) or 1.0) / abs(divisor)
         if op == "Exp" or self.facts.restores(node, large):  # finite exponentials are those of negative numbers
             return 0.0
-        if op in _PRODUCTS or operator(node).kind is Kind.HEAVY:
+        if op in _PRODUCTS or row(op).kind is Kind.HEAVY:
             return self.product(op, node)
         if op in _COPIED:
             return self.size(node.inputs[_COPIED[op]])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import Unit
 from onnxamp.policy import codes
 from onnxamp.policy.facts import Facts
 from onnxamp.policy.marks import Marks
-from onnxamp.policy.operators import Kind, operator
+from onnxamp.policy.operators import Kind, row
 
 _WIDE = frozenset(ir.DataType[name] for name in ("INT16", "UINT16", "INT32", "UINT32", "INT64", "UINT64"))
 _INTEGERS = frozenset({*_WIDE, ir.DataType.INT8, ir.DataType.UINT8})
@@ -34,11 +33,12 @@ def float_ids(marks: Marks) -> None:
         node = unit.node
         if node is None:
             continue
-        if _makes_integers(node, unit):
+        name = facts.graph.operators[node]
+        if _makes_integers(name, node, unit):
             integral.update(unit.writes)
             linear.update(dict.fromkeys(unit.writes, unit))
             continue
-        if operator_name(node) == "Cast" and unit.reads and not unit.writes and node.outputs[0].dtype in _INTEGERS:
+        if name == "Cast" and unit.reads and not unit.writes and node.outputs[0].dtype in _INTEGERS:
             marks.fp32(unit, codes.FLOAT_IDS, reader="Cast to an integer")
             for source in facts.backward([unit.reads[0].value]):
                 marks.fp32(source, codes.FLOAT_IDS, reader="Cast to an integer")
@@ -48,21 +48,22 @@ def float_ids(marks: Marks) -> None:
             if unit.reads:
                 fixed.update(unit.writes)
             continue
-        if (operator(node).kind is Kind.MOVE or operator_name(node) in _EXACT) and all(v in integral for v in computed):
+        moves = row(name).kind is Kind.MOVE
+        if (moves or name in _EXACT) and all(v in integral for v in computed):
             integral.update(unit.writes)
-            if operator_name(node) in _EXACT and unit not in marks.masks.region and _matters(facts, unit, computed):
+            if name in _EXACT and unit not in marks.masks.region and _matters(facts, unit, computed):
                 marks.fp32(unit, codes.FLOAT_IDS, reader=node.op_type)
-        if operator(node).kind is Kind.MOVE or operator_name(node) in _LINEAR:
+        if moves or name in _LINEAR:
             if all(v in linear for v in computed):
                 linear.update(dict.fromkeys(unit.writes, unit))
-        elif operator_name(node) in ("Sin", "Cos") and computed[0] in linear:
+        elif name in ("Sin", "Cos") and computed[0] in linear:
             _mark_path(marks, linear, computed[0], node.op_type)
 
 
-def _makes_integers(node: ir.Node, unit: Unit) -> bool:
-    if operator_name(node) == "Cast":
+def _makes_integers(name: str, node: ir.Node, unit: Unit) -> bool:
+    if name == "Cast":
         return bool(unit.writes) and node.inputs[0] is not None and node.inputs[0].dtype in _WIDE
-    return operator_name(node) == "Range"
+    return name == "Range"
 
 
 def _matters(facts: Facts, unit: Unit, computed: list[ir.Value]) -> bool:

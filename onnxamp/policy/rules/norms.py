@@ -49,8 +49,8 @@ def norms(marks: Marks) -> None:
     4. A variance that nothing is divided by is one all the same.
     """
     facts = marks.facts
-    for node in facts.graph.of:
-        found = _statistic(facts, node) if operator_name(node) in _REDUCTIONS else None
+    for node in facts.graph.nodes(_REDUCTIONS):
+        found = _statistic(facts, node)
         if found is None:
             continue
         upper = _normalizers(facts, found)

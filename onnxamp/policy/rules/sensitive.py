@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from onnxamp.model.signatures import operator_name
 from onnxamp.policy import codes
 from onnxamp.policy.marks import Marks
-from onnxamp.policy.operators import Kind
+from onnxamp.policy.operators import Kind, row
 
 
 def sensitive(marks: Marks) -> None:
     """Operators of kind `SENSITIVE` stay fp32."""
-    for unit in marks.facts.graph.units:
-        if marks.facts.kind(unit) is Kind.SENSITIVE:
-            assert unit.node is not None
-            marks.fp32(unit, codes.SENSITIVE, operator=operator_name(unit.node))
+    for node, name in marks.facts.graph.operators.items():
+        if row(name).kind is Kind.SENSITIVE:
+            marks.node(node, codes.SENSITIVE, operator=name)

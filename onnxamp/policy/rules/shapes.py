@@ -5,34 +5,11 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxamp.model.signatures import operator_name
-from onnxamp.model.units import SHAPE_ONLY, all_nodes
+from onnxamp.model.units import SHAPE_ONLY
 from onnxamp.policy import codes
 from onnxamp.policy.marks import Marks
-from onnxamp.policy.operators import Kind, operator
+from onnxamp.policy.operators import SHAPE_OPERANDS, Kind, operator, row
 
-# Operands that say how large or where, by position.
-_SHAPE_OPERANDS = {
-    "Reshape": (1,),
-    "Expand": (1,),
-    "Tile": (1,),
-    "Slice": (1, 2, 3, 4),
-    "Pad": (1, 3),
-    "ConstantOfShape": (0,),
-    "Resize": (1, 2, 3),
-    "Upsample": (1,),
-    "TopK": (1,),
-    "Split": (1,),
-    "Squeeze": (1,),
-    "Unsqueeze": (1,),
-    "OneHot": (1,),
-    "Loop": (0,),
-    "CenterCropPad": (1,),
-    "AffineGrid": (1,),
-    "Col2Im": (1, 2),
-    "MaxUnpool": (2,),
-    "CumSum": (1,),
-    "Trilu": (1,),
-}
 # Operands that say which elements.
 _INDICES = {"Gather": (1,), "GatherElements": (1,), "GatherND": (1,)}
 # From a shape these make data: their results are no longer sizes.
@@ -61,19 +38,18 @@ def shape_arithmetic(marks: Marks) -> None:
     2. So does every node between an operand that says how large (Reshape's shape, Resize's scales, ...) and the heavy results, inputs
        or constants that it comes from.
     """
-    graph = marks.facts.graph.model.graph
     shape_data: set[ir.Value] = set()
     pending: list[ir.Value] = []
-    for node in all_nodes(graph):
-        if operator_name(node) in SHAPE_ONLY:
+    for node, name in marks.facts.graph.operators.items():
+        if name in SHAPE_ONLY:
             shape_data.update(node.outputs)
             continue
-        for index in _SHAPE_OPERANDS.get(operator_name(node), ()):
+        for index in SHAPE_OPERANDS.get(name, ()):
             if index < len(node.inputs) and (value := node.inputs[index]) is not None:
                 pending.append(value)
-        if operator_name(node) in _FILLS or operator(node).kind is Kind.HEAVY:
+        if name in _FILLS or row(name).kind is Kind.HEAVY:
             continue
-        places = (*_SHAPE_OPERANDS.get(node.op_type, ()), *_INDICES.get(node.op_type, ()))
+        places = (*SHAPE_OPERANDS.get(node.op_type, ()), *_INDICES.get(node.op_type, ()))
         operands = [v for index, v in enumerate(node.inputs) if v is not None and index not in places]
         computed = [v for v in operands if not _constant(v)]
         if computed and all(v in shape_data for v in computed):

@@ -28,11 +28,11 @@ def epsilons(marks: Marks) -> None:
     def stop(unit: Unit) -> bool:
         return facts.kind(unit) is Kind.SENSITIVE
 
-    for node in facts.graph.of:
-        if operator_name(node) in _LOGARITHMS and node.inputs[0] is not None:
+    for node in facts.graph.nodes(_LOGARITHMS | _GUARDS):
+        if node.op_type in _LOGARITHMS and node.inputs[0] is not None:
             for unit in facts.backward([node.inputs[0]], stop):
                 marks.fp32(unit, codes.EPSILON, before=node.op_type)
-        elif operator_name(node) in _GUARDS and (epsilon := _epsilon(marks, node)) is not None:
+        elif node.op_type in _GUARDS and (epsilon := _epsilon(marks, node)) is not None:
             path = _to_singularity(marks, node)
             if path:
                 reader = path[-1].op_type

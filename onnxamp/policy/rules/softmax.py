@@ -17,12 +17,12 @@ def softmaxes(marks: Marks) -> None:
     2. Log(ReduceSum(Exp(s))) is a log-sum-exp.
     """
     facts = marks.facts
-    for node in facts.graph.of:
-        if operator_name(node) == "Div" and (total := _sum_of_exponentials(facts, node.inputs[1])):
+    for node in facts.graph.nodes(("Div", "Log")):
+        if node.op_type == "Div" and (total := _sum_of_exponentials(facts, node.inputs[1])):
             numerator = node.inputs[0]
             if numerator is not None and facts.through_moves(numerator) is total[1].outputs[0]:
                 _mark(marks, codes.SOFTMAX, node, *total)
-        elif operator_name(node) == "Log" and (total := _sum_of_exponentials(facts, node.inputs[0])):
+        elif node.op_type == "Log" and (total := _sum_of_exponentials(facts, node.inputs[0])):
             _mark(marks, codes.LOG_SUM_EXP, node, *total)
 
 

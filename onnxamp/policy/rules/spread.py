@@ -15,7 +15,7 @@ from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import Unit
 from onnxamp.policy import codes
 from onnxamp.policy.marks import Marks
-from onnxamp.policy.operators import Kind, Range, operator
+from onnxamp.policy.operators import Kind, Range, row
 from onnxamp.policy.rules.norms import squared
 
 
@@ -30,24 +30,25 @@ def expanded(marks: Marks) -> None:
         node = unit.node
         if node is None or not unit.writes:
             continue
-        if operator_name(node) == "Mul" and (base := squared(facts, node)) is not None and base in facts.graph.writer:
+        name = facts.graph.operators[node]
+        if name == "Mul" and (base := squared(facts, node)) is not None and base in facts.graph.writer:
             if facts.observed_small(unit.writes):
                 continue
             marks.node(node, codes.EXPANDED, origin="a square")
             difference = facts.through_moves(base).producer()
             if difference is not None and operator_name(difference) == "Sub":
                 marks.node(difference, codes.EXPANDED, origin="the difference that is squared")
-        elif not _expands(marks, node):
+        elif not _expands(marks, node, name):
             continue
         if marks.is_fp32(unit):
-            seeds.extend((value, operator_name(node)) for value in unit.writes)
+            seeds.extend((value, name) for value in unit.writes)
     _spread(marks, seeds, codes.EXPANDED)
 
 
-def _expands(marks: Marks, node: ir.Node) -> bool:
-    if operator(node).range is not Range.EXPANDS:
+def _expands(marks: Marks, node: ir.Node, name: str) -> bool:
+    if row(name).range is not Range.EXPANDS:
         return False
-    if operator_name(node) != "Pow":
+    if name != "Pow":
         return True
     exponent = marks.facts.scalar(node.inputs[1])
     return exponent is None or abs(exponent) > 1
@@ -61,36 +62,34 @@ def large_factors(marks: Marks) -> None:
     facts = marks.facts
     limit = facts.low.integers / 2
     seeds: list[tuple[ir.Value, str]] = []
-    for unit in facts.graph.units:
-        node = unit.node
-        if (
-            node is None
-            or operator_name(node) not in ("Add", "Sub", "Mul", "Div")
-            or unit in marks.masks.region
-            or not facts.computed(unit)
-        ):
+    arithmetic = (unit for node in facts.graph.nodes(("Add", "Sub", "Mul", "Div")) for unit in facts.graph.of[node])
+    for unit in arithmetic:
+        assert unit.node is not None
+        name = unit.node.op_type
+        if unit in marks.masks.region or not facts.computed(unit):
             continue
         for read in unit.reads:
             if read.value not in facts.constants:
                 continue
             factor = facts.extent(read.value).largest
-            if operator_name(node) == "Div" and read.index == 1:
+            if name == "Div" and read.index == 1:
                 number = facts.scalar(read.value)
                 factor = 1 / abs(number) if number and facts.low.name == "fp16" else 0.0
-            elif facts.low.name == "bf16" and operator_name(node) in ("Mul", "Div"):
+            elif facts.low.name == "bf16" and name in ("Mul", "Div"):
                 factor = 0.0  # bf16 has the range; products lose nothing
             if limit <= factor < math.inf:
                 marks.fp32(unit, codes.LARGE_FACTOR, constant=read.value.name, size=factor, limit=limit)
                 if marks.is_fp32(unit):
-                    seeds.extend((value, operator_name(node)) for value in unit.writes)
+                    seeds.extend((value, name) for value in unit.writes)
     _spread(marks, seeds, codes.EXPANDED)
 
 
 def user_islands(marks: Marks) -> None:
     """What follows a Cast to fp32 that the source had, up to the next heavy operator: someone wanted it in fp32."""
     seeds: list[tuple[ir.Value, str]] = []
-    for node, units in marks.facts.graph.of.items():
-        if operator_name(node) == "Cast" and [unit.dtype.bitwidth for unit in units] == [16, 32]:
+    for node in marks.facts.graph.nodes(("Cast",)):
+        units = marks.facts.graph.of[node]
+        if [unit.dtype.bitwidth for unit in units] == [16, 32]:
             marks.fp32(units[1], codes.USER_ISLAND)
             seeds.extend((value, "a Cast in the source") for value in units[1].writes)
     _spread(marks, seeds, codes.USER_ISLAND)

@@ -44,7 +44,7 @@ class TargetTable:
         self.tested: bool = content["tested"]
         self._kernels: dict[str, list[tuple[int, int | None, dict[str, list[str]]]]] | None = content.get("kernels")
         self._without: dict[str, dict[str, str]] = content.get("without", {})
-        self._found: dict[tuple[Signature, tuple[tuple[str, str], ...]], bool] = {}
+        self._found: dict[tuple[object, ...], bool] = {}
 
     @property
     def kernels(self) -> dict[str, list[tuple[int, int | None, dict[str, list[str]]]]]:
@@ -59,19 +59,20 @@ class TargetTable:
                 return False
             function = body(node.domain, node.op_type, signature.since)
             return function is None or _agrees(function, node, signature, types)
-        if operator_name(node) in _WITHOUT_KERNEL or _copies(node):
+        name = operator_name(node)
+        if name in _WITHOUT_KERNEL or (name == "Dropout" and _copies(node)):
             return True
-        if not self._rows(node):
-            return self._computes_body(node, signature, types)
-        bound = dict(_bound(node, signature))
-        bound.update({variable: _name(dtype) for variable, dtype in types.items()})
-        key = (signature, tuple(bound.items()))
+        operands = [value and value.dtype for value in node.inputs]
+        key = (signature, *types.items(), *operands, None, *[value.dtype for value in node.outputs])
         if key not in self._found:
-            self._found[key] = self._has_row(node, signature, bound)
+            computes = self._has_row if self._rows(node) else self._computes_body
+            self._found[key] = computes(node, signature, types)
         return self._found[key]
 
-    def _has_row(self, node: ir.Node, signature: Signature, bound: dict[str, str]) -> bool:
+    def _has_row(self, node: ir.Node, signature: Signature, types: Mapping[str, ir.DataType]) -> bool:
         """Whether one row has the types of all type parameters."""
+        bound = dict(_bound(node, signature))
+        bound.update({variable: _name(dtype) for variable, dtype in types.items()})
         aliases = _aliases(signature)
         for since, until, allowed in self._rows(node):
             if _serves(signature.since, since, until):
@@ -141,12 +142,10 @@ def _serves(version: int, since: int, until: int | None) -> bool:
 
 
 def _copies(node: ir.Node) -> bool:
-    """Whether this is a Dropout that drops nothing, which ONNX Runtime removes."""
+    """Whether a Dropout drops nothing, so that ONNX Runtime removes it."""
     mask = node.outputs[1:]
-    return (
-        operator_name(node) == "Dropout"
-        and (len(node.inputs) < 3 or node.inputs[2] is None)
-        and not any(value.uses() or value.is_graph_output() for value in mask)
+    return (len(node.inputs) < 3 or node.inputs[2] is None) and not any(
+        value.uses() or value.is_graph_output() for value in mask
     )
 
 
