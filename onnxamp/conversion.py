@@ -21,7 +21,7 @@ from onnxamp.model.constants import constant_bytes
 from onnxamp.model.metadata import noted
 from onnxamp.model.preparation import prepare
 from onnxamp.model.signatures import operator_name, standard_opset
-from onnxamp.model.units import all_nodes, all_values
+from onnxamp.model.units import all_graphs, all_nodes, all_values
 from onnxamp.passes.annotate import AnnotatePass, converted_with, recorded_plan, refuse_other_options
 from onnxamp.passes.casts import InsertCastsPass
 from onnxamp.passes.constants import ConvertConstantsPass, float_constants
@@ -308,13 +308,19 @@ def widen(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model, *, keep_io
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """No collection of cycles meanwhile: the graph only grows, so each would walk over all of it, and all that is imported, for nothing."""
+    """No collection of cycles meanwhile: the graph only grows, so each would walk over all of it, and all that is imported, for nothing.
+
+    What was made counts as old afterwards, else the next collection of young objects would be one of all of it.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():  # what the caller has frozen stays so
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
@@ -381,7 +387,8 @@ def _restore_shapes(model: ir.Model, declared: dict[ir.Value, ir.Shape | None]) 
     Inputs and outputs of bodies must have a shape where they have a type; the ones that an inlined function brought without get their
     inferred sizes.
     """
-    borders = {value for graph in model.graph.subgraphs() for value in (*graph.inputs, *graph.outputs)}
+    inner = (graph for graph in all_graphs(model.graph) if graph is not model.graph)
+    borders = {value for graph in inner for value in (*graph.inputs, *graph.outputs)}
     for value in all_values(model.graph):
         producer = value.producer()
         if value in borders and declared.get(value) is None:
