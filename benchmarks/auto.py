@@ -80,7 +80,7 @@ def accepts(options: argparse.Namespace, dtype: str, reference: list, candidate:
 
 
 def judged(reference: str, path: str, inputs: str) -> dict:
-    """Of a result, whoever made it: nodes in 16 bits, modelled bytes of one run, worst cosine under strict emulation, and whether it runs."""
+    """Of a result, whoever made it: nodes in 16 bits, modelled bytes of one run, worst strictly emulated cosine, and whether it runs."""
     from onnxamp import verify
     from onnxamp.model.preparation import prepared
     from onnxamp.model.traffic import Traffic
