@@ -75,7 +75,7 @@ def grid(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequen
 def size(count: float) -> str:
     """Bytes for people, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
+        if abs(count) < 999.5:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnxamp.comparison import attributes, text
 from onnxamp.comparison.casts import describe, shape_text
 from onnxamp.comparison.compare import Comparison, decision
+from onnxamp.comparison.numbers import ValueNumbers
 from onnxamp.comparison.records import GraphDiff
 from onnxamp.comparison.side import Scope, Side, bodies, type_name
 from onnxamp.model.units import SHAPE_ONLY
@@ -25,7 +26,9 @@ class Builder:
         self.a, self.b, self.match = comparison.a, comparison.b, comparison.match
         self.codes: dict[str, None] = {}
         self.ids: dict[tuple[bool, str, int], str] = {}  # (second model?, scope, index) -> id of its box
-        self.node_ids: dict[str, str] = {}  # name of a node of the second model -> id of its box
+        self.value_ids: dict[
+            str, str
+        ] = {}  # value in the main graph of the second model -> id of the box that makes it
         self._used: set[str] = set()
         self._islands = {
             (island.change == "added", ref.scope, ref.index): k
@@ -38,14 +41,8 @@ class Builder:
         for moved in result.moved:
             place = str(moved.node.index), str(moved.counterpart.index)
             self._edits[moved.counterpart.scope, moved.counterpart.index].append(("position", *place))
-        self._heat: dict[str, float] = {}
-        self._numbers = {}
-        if result.numbers is not None:
-            self._numbers = {v.node: v for v in result.numbers.values}
-            for value in result.numbers.values:
-                snr = 200.0 if value.snr is None else value.snr
-                heat = 1.0 if value.nonfinite else min(1.0, max(0.0, (90.0 - snr) / 80.0))
-                self._heat[value.node] = max(heat, self._heat.get(value.node, 0.0))
+        # Of the main graph, by the value's name in the second model: a body may name its nodes alike.
+        self._numbers = {v.counterpart: v for v in result.numbers.values} if result.numbers is not None else {}
 
     def functions(self) -> Iterator[tuple[str, Graph]]:
         """The functions of both models."""
@@ -155,27 +152,13 @@ class Builder:
         name = self._id(str(ref))
         self.ids[own, ref.scope, ref.index] = name
         other = self.match.nodes_back.get(node) if own else None
-        if own:
-            self.node_ids.setdefault(ref.name, name)
+        if own and not ref.scope:
+            self.value_ids |= {value.name: name for value in node.outputs if value.name}
         made = decision(node)
         if made is not None:
             self.codes[made.code] = None
         if side.is_cast(node):
-            kept = "retyped" if other is not None and attributes.retyped_slots(other, node) else "same"
-            status = "removed" if not own else "added" if other is None else kept
-            record = describe(
-                side, node, "added" if own else "removed", self.match.values_back if own else self.match.values
-            )
-            return Box(
-                id=name,
-                op="Cast",
-                name=ref.name,
-                precision=record.target,
-                before=record.source or "?",
-                status=status,
-                kind="cast",
-                facts=[("Cast", [(label, v, v) for label, v in _cast_facts(record.tensor, text.cast_row(record))])],
-            )
+            return self._cast_box(node, side, name, other)
         before, after = (
             (side.precision(node), side.precision(node))
             if other is None
@@ -186,17 +169,7 @@ class Builder:
         renamed = other is not None and (other.name or "") != (node.name or "")
         if renamed and other is not None:
             edits = [*edits, ("name", other.name or "", node.name or "")]
-        status = (
-            "removed"
-            if not own
-            else "added"
-            if other is None
-            else "changed"
-            if edits
-            else "retyped"
-            if slots
-            else "same"
-        )
+        measured = self._measured(node) if other is not None else []
         theirs = dict(bodies(other)) if other is not None else {}
         inner = []
         for label, body in bodies(node):
@@ -211,15 +184,40 @@ class Builder:
             name=ref.name,
             precision=after,
             before=before if before != after else "",
-            status=status,
+            status=_status(own, other is not None, bool(edits), bool(slots)),
             island=self._islands.get((own, ref.scope, ref.index), 0),
-            facts=self._facts(node, other, edits),
+            facts=self._facts(node, other, edits, measured),
             rule=made.code if made else "",
-            heat=self._heat.get(ref.name) if own else None,
+            heat=max(map(_heat, measured)) if measured else None,
             bodies=inner,
         )
 
-    def _facts(self, node: ir.Node, other: ir.Node | None, edits: list[tuple[str, str, str]]) -> list[Fact]:
+    def _cast_box(self, node: ir.Node, side: Side, name: str, other: ir.Node | None) -> Box:
+        own = side is self.b
+        retyped = other is not None and bool(attributes.retyped_slots(other, node))
+        record = describe(
+            side, node, "added" if own else "removed", self.match.values_back if own else self.match.values
+        )
+        return Box(
+            id=name,
+            op="Cast",
+            name=record.node.name,
+            precision=record.target,
+            before=record.source or "?",
+            status=_status(own, other is not None, False, retyped),
+            kind="cast",
+            facts=[("Cast", [(label, v, v) for label, v in _cast_facts(record.tensor, text.cast_row(record))])],
+        )
+
+    def _measured(self, node: ir.Node) -> list[ValueNumbers]:
+        """The errors of a node's results, if the node is in the main graph of the second model."""
+        if self.b.scope[node].path:
+            return []
+        return [self._numbers[value.name] for value in node.outputs if value.name in self._numbers]
+
+    def _facts(
+        self, node: ir.Node, other: ir.Node | None, edits: list[tuple[str, str, str]], measured: list[ValueNumbers]
+    ) -> list[Fact]:
         before = other if other is not None else node
         facts: list[Fact] = []
         if edits:
@@ -229,11 +227,11 @@ class Builder:
             rows = [("precision", made.precision, made.precision)]
             rows += [(str(k), str(v), str(v)) for k, v in made.evidence.items()]
             facts.append((f"Decision {made.code}", rows))
-        number = self._numbers.get(node.name or "") if other is not None else None
-        if number is not None:
+        for number in measured:
             snr = "equal" if number.snr is None else f"{number.snr:.1f} dB"
             pairs = [("max error", f"{number.max_error:.4g}"), ("max value", f"{number.scale:.4g}"), ("SNR", snr)]
-            facts.append(("Numbers", [(label, v, v) for label, v in pairs]))
+            heading = "Numbers" if len(measured) == 1 else f"Numbers of {number.counterpart}"
+            facts.append((heading, [(label, v, v) for label, v in pairs]))
         for heading, ours, theirs in (
             ("Inputs", before.inputs, node.inputs),
             ("Outputs", before.outputs, node.outputs),
@@ -252,6 +250,20 @@ class Builder:
             ]
             facts.append(("Attributes", rows))
         return facts
+
+
+def _status(own: bool, matched: bool, edited: bool, retyped: bool) -> str:
+    if not own:
+        return "removed"
+    if not matched:
+        return "added"
+    return "changed" if edited else "retyped" if retyped else "same"
+
+
+def _heat(value: ValueNumbers) -> float:
+    """0 at an SNR of 90 dB and above, 1 at 10 dB and below and where values of its own are NaN or infinite."""
+    snr = 200.0 if value.snr is None else value.snr
+    return 1.0 if value.nonfinite else min(1.0, max(0.0, (90.0 - snr) / 80.0))
 
 
 def _in_order(scope: Scope) -> list[ir.Node]:

@@ -28,12 +28,9 @@ def size(count: int | None, assumed: bool = False) -> str:
     """Bytes as text; "~" marks assumed dimensions."""
     if count is None:
         return "?"
-    value, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    text = f"{count} B" if unit == "B" else f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+    from onnxamp import console  # imports rich, which `diff` itself does not need
+
+    text = console.size(count)
     return f"~{text}" if assumed else text
 
 

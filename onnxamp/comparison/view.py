@@ -111,7 +111,7 @@ def _numbers(builder: Builder, result: GraphDiff) -> report.Table:
     rows: list[list[Cell | Link]] = []
     for row in part.rows:
         value = values[row[0]]
-        target = builder.node_ids.get(value.node)
+        target = builder.value_ids.get(value.counterpart)
         where: Cell | Link = Link(row[1], target) if target else row[1]
         rows.append([row[0], where, value.max_error, value.scale, row[4], value.nonfinite])
     return report.Table(part.title, part.columns, rows, part.note, limit=20)

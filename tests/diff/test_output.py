@@ -184,7 +184,15 @@ def test_names_are_text_everywhere() -> None:
 
 
 def test_sizes_as_text() -> None:
-    cases = {0: "0 B", 999: "999 B", 1000: "1 kB", 482404: "482 kB", 10**7: "10 MB", 3 * 10**12: "3 TB"}
+    cases = {
+        0: "0 B",
+        999: "999 B",
+        1000: "1 kB",
+        482404: "482 kB",
+        999_700: "1 MB",
+        10**7: "10 MB",
+        3 * 10**12: "3 TB",
+    }
     assert {count: size(count) for count in cases} == cases
     assert size(None) == "?"
     assert size(48, assumed=True) == "~48 B"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import collections
 import json
 import pathlib
 import re
@@ -10,12 +11,17 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 
 from onnxamp import convert
 from onnxamp.comparison import conversion_page, diff_page
+from onnxamp.comparison.compare import Comparison
+from onnxamp.comparison.measure import measured
+from onnxamp.comparison.view import page_of
 
 MODELS = pathlib.Path(__file__).parents[2] / "models"
 
@@ -65,3 +71,28 @@ def test_nodes_of_one_model_only_and_hostile_names() -> None:
     assert "<img" not in text
     statuses = {b["name"].removeprefix(bad): b.get("s", "same") for b in items(text) if not b.get("io")}
     assert statuses == {"Relu": "same", "Exp": "removed", "Neg": "added", "Tanh": "same"}
+
+
+def test_numbers_belong_to_the_node_that_was_measured() -> None:
+    """Nodes without names, a body's node named as one of the main graph, and the worst of two results."""
+    text = """
+        g (float[4] x, bool c) => (float[4] y, float[4] z, float[4] w) {
+            a = Exp(x)
+            p, q = Split<num_outputs=2, axis=0>(a)
+            y = Concat<axis=0>(q, p)
+            z = Mul(y, y)
+            w = If(c) <then_branch = t () => (float[4] t1) { t1 = Mul(y, x) },
+                       else_branch = e () => (float[4] e1) { e1 = Mul(x, x) }>
+        }
+    """
+    model = onnx.parser.parse_model('<ir_version: 9, opset_import: ["": 18]>' + text)
+    for node in model.graph.node[-1].attribute[0].g.node:
+        node.name = "z"
+    model.graph.node[3].name = "z"
+    comparison = Comparison(model, ir.to_proto(convert(model, target="any").model))
+    data = {"x": np.full(4, 1.3, np.float32), "c": np.array(True)}
+    result = measured(comparison, comparison.result(), data)
+    boxes = [box for box in items(page_of(comparison, result)) if not box.get("io") and not box.get("cast")]
+    assert collections.Counter((box["name"], "heat" in box) for box in boxes) == {
+        ("a", True): 1, ("p", True): 1, ("y", True): 1, ("z", True): 1, ("w", True): 1, ("z", False): 1, ("e1", False): 1,
+    }  # fmt: skip
