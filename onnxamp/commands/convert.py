@@ -9,10 +9,11 @@ import click
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from onnxamp.conversion import ConvertResult, Summary
+    from onnxamp.conversion import ConvertResult
     from onnxamp.evidence.calibration import Calibration
     from onnxamp.evidence.observe import Observed
     from onnxamp.policy.plan import Plan
+    from onnxamp.summary import Summary
 
 
 @click.command(

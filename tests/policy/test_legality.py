@@ -15,6 +15,7 @@ from onnxamp.model.signatures import signature
 from onnxamp.passes.emulate import emulate
 from onnxamp.policy import targets
 from onnxamp.policy.operators import OPERATORS
+from onnxamp.policy.options import TARGETS
 
 CONV = """g (float[1,1,4,4] x) => (float[1,1,4,4] y) <float[1,1,1,1] w = {2}> { h = Conv(x, w) y = Relu(h) }"""
 NORM = """g (float[1,2,4,4] x) => (float[1,2,4,4] y) <float[2] s = {1,2}, float[2] v = {1,1e6}>
@@ -165,6 +166,13 @@ def test_kernel_tables_are_whole(name):
     assert len(content["kernels"]) > 200
     assert all(since <= (until or since) for rows in content["kernels"].values() for since, until, _ in rows)
     assert targets.table(name).tested
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_that_was_not_tested_says_so(name):
+    text = '<ir_version: 9, opset_import: ["": 17]> g (float[2,2] x) => (float[2,2] y) { y = MatMul(x, x) }'
+    warnings = convert(onnx.parser.parse_model(text), target=name, io="low").warnings
+    assert any("was not tested" in text for text in warnings) == (name in ("tensorrt", "openvino", "cann"))
 
 
 def supports(name: str, op: str, opset: int, types: dict[str, ir.DataType], inputs: list[ir.DataType]) -> bool:
