@@ -186,6 +186,19 @@ def test_a_micro_step_copies_no_state_and_reads_none(bundle, batches, monkeypatc
     assert transfers.bytes == before[2] + 4 * len(REPORT)  # the report, when it is asked for
 
 
+def test_a_batch_may_be_checked_ahead(bundle, batches):
+    ahead, plain = _open(bundle), _open(bundle)
+    checked = [ahead.checked(batch) for batch in batches[:3]]
+    losses = [
+        [one.micro_step(batch).loss for batch in given] for one, given in ((ahead, checked), (plain, batches[:3]))
+    ]
+    assert losses[0] == losses[1]
+    for name, values in plain.parameters().items():
+        np.testing.assert_array_equal(ahead.parameters()[name], values)
+    with pytest.raises(DataError, match="lacks"):
+        ahead.checked({})
+
+
 def test_weights_are_optional_and_a_window_without_weight_changes_nothing(bundle, batches):
     plain, ones = _open(bundle), _open(bundle)
     for batch in batches[:3]:

@@ -8,7 +8,7 @@ import pytest
 from onnxamp.errors import InternalError
 from onnxamp.ort.binding import Binding
 from onnxamp.ort.session import SessionConfig, open_session
-from onnxamp.ort.values import ALIGNMENT, Buffer, element_type, numpy_type, transfers
+from onnxamp.ort.values import ALIGNMENT, Buffer, Slots, element_type, numpy_type, transfers
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 
@@ -68,3 +68,17 @@ def test_views_do_not_leave_their_buffer_or_change_their_type():
     binding = Binding(open_session(model, SessionConfig("cpu", threads=1)))
     with pytest.raises(InternalError, match="not contiguous"):
         binding.feed("x", np.zeros(8, np.float32)[::2])
+
+
+def test_slots_never_overlap():
+    slots, taken = Slots(), []
+    for count in range(600):  # several buffers
+        view = slots.take((count % 40,) if count % 3 else (), onnx.TensorProto.FLOAT)
+        assert not view.read().any()
+        assert view.pointer % ALIGNMENT == 0
+        taken.append((view, np.full(view.shape, count, np.float32)))
+        view.write(taken[-1][1])
+    assert slots.take((10_000,), onnx.TensorProto.FLOAT).nbytes == 40_000
+    for view, wanted in taken:
+        np.testing.assert_array_equal(view.read(), wanted)
+    assert 1 < len({id(view.buffer) for view, _ in taken}) < 10
