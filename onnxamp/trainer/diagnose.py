@@ -5,6 +5,7 @@ and underflow of every node, at one level or several.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,9 +16,14 @@ from onnxamp.conversion import convert
 from onnxamp.dtypes import FP16, low_type
 from onnxamp.errors import AmpError, DataError
 from onnxamp.evidence.observe import Observed, observe
+from onnxamp.ort.session import SessionConfig
 from onnxamp.trainer.arenas import Arenas
+from onnxamp.trainer.batch import BatchCheck
 from onnxamp.trainer.batches import Batches, Binding
 from onnxamp.trainer.data import Array, Arrays, Batch
+from onnxamp.trainer.device import find_device
+from onnxamp.trainer.evaluation import Evaluation
+from onnxamp.trainer.loop import seed_divisor
 from onnxamp.training.bundle import Bundle
 
 # Rows of a column that are looked at together in the search for NaN.
@@ -185,9 +191,21 @@ def diagnose_bundle(bundle: Bundle, state: Mapping[str, Array], batches: Sequenc
     manifest = bundle.manifest
     arenas = Arenas(manifest)
     arenas.load(state)
+    if not arenas.tensor("scalars/seed_divisor"):  # the run has not begun
+        arenas.write("scalars/seed_divisor", np.array(seed_divisor(_first_weight(bundle, arenas, batches)), np.float32))
     feeds = (_feeds(bundle, arenas, batch) for batch in batches)
     values = observe(bundle.graphs["grad"], feeds, low_type(manifest.dtype))
     return Diagnosis(manifest.level, manifest.dtype, (*_inputs(batches), *values))
+
+
+def _first_weight(bundle: Bundle, arenas: Arenas, batches: Sequence[Batch]) -> float:
+    """The sum of weights by which a run on these batches would choose its divisor: that of the first batch that has any."""
+    manifest = bundle.manifest
+    ports = manifest.graphs["eval"].of_kind("data", "labels", "weights")
+    check = BatchCheck(ports, manifest.rows, manifest.labels, bundle.input_names)
+    evaluation = Evaluation(bundle, find_device("cpu"), arenas, SessionConfig("cpu"), check)
+    sums = (float(evaluation.weight_sum(check(batch)).read()) for batch in batches)
+    return next((weight for weight in sums if 0 < weight < math.inf), 0.0)
 
 
 def _feeds(bundle: Bundle, arenas: Arenas, batch: Batch) -> dict[str, Array]:
@@ -198,7 +216,6 @@ def _feeds(bundle: Bundle, arenas: Arenas, batch: Batch) -> dict[str, Array]:
         "row_offset": np.array(0, np.int64),
         "micro_step": np.array(0, np.int64),
     }
-    rows = len(batch[manifest.rows])
     feeds: dict[str, Array] = {}
     for port in manifest.graphs["grad"].inputs:
         if port.kind in ("data", "labels"):
@@ -209,9 +226,6 @@ def _feeds(bundle: Bundle, arenas: Arenas, batch: Batch) -> dict[str, Array]:
             feeds[port.name] = hosts[port.ref]
         else:
             feeds[port.name] = arenas.tensor(port.ref)
-        if port.ref == "scalars/seed_divisor" and not feeds[port.name]:
-            # A run that has not begun has none yet; the number of rows is as near to the sum of weights as it needs.
-            feeds[port.name] = np.array(2.0 ** round(np.log2(rows)), np.float32)
     return feeds
 
 

@@ -152,6 +152,11 @@ class StepResult:
         return f"a gradient overflowed{where} at loss scale {report['loss_scale']:g}{beside}"
 
 
+def seed_divisor(weight: float) -> float:
+    """What the seed of the backward half is divided by: the power of two nearest to a sum of weights, 1 where there is none."""
+    return 2.0 ** round(math.log2(weight)) if 0 < weight < math.inf else 1.0
+
+
 class WindowLoop:
     """Runs the graphs of a bundle in the order that its protocol asks for.
 
@@ -328,7 +333,7 @@ class WindowLoop:
             self._collective.all_reduce(weight)
         total = float(weight.read())
         self._seeded = 0 < total < math.inf
-        self._set_divisor(2.0 ** round(math.log2(total)) if self._seeded else 1.0)
+        self._set_divisor(seed_divisor(total))
 
     def _set_divisor(self, value: float) -> None:
         self._arenas.write("scalars/seed_divisor", np.array(value, np.float32))
