@@ -16,8 +16,6 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-import scipy.sparse
-import scipy.sparse.csgraph
 
 from onnxamp.errors import InternalError
 
@@ -111,6 +109,8 @@ class Network:
 
     def _flow(self, core: list[int]) -> list[bool]:
         """Label what is left by a maximum flow from fp32 (source) to low (sink)."""
+        import scipy.sparse.csgraph  # a quarter of the time in which onnxamp starts, and most graphs leave nothing
+
         index = {v: i for i, v in enumerate(core)}
         source, sink = len(core), len(core) + 1
         edges: list[tuple[int, int, int]] = []
