@@ -31,8 +31,6 @@ class Network:
     def __init__(self) -> None:
         self.cost_low: list[int] = []
         self.pairs: list[dict[int, int]] = []
-        self.steps = 0
-        self.flow_variables = 0
 
     def variable(self) -> int:
         """A new variable."""
@@ -55,7 +53,6 @@ class Network:
         label: list[bool | None] = [None] * count
         eliminated = self._eliminate()
         core = [v for v in range(count) if v not in eliminated]
-        self.flow_variables = len(core)
         if core:
             for v, low in zip(core, self._flow(core), strict=True):
                 label[v] = low
@@ -74,7 +71,6 @@ class Network:
         eliminated: dict[int, tuple[int, list[tuple[int, int, int]]]] = {}
         pending = collections.deque(v for v in range(len(self.pairs)) if len(self.pairs[v]) <= 2)
         while pending:
-            self.steps += 1
             v = pending.popleft()
             if v in eliminated or len(self.pairs[v]) > 2:
                 continue
