@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onnxamp.autodiff.emitter import FLOATS
 from onnxamp.autodiff.provenance import looks_learned, noted
+from onnxamp.model.units import producer
 
 # Positions that hold parameters: weights and biases of heavy operators, scales and biases of normalizations, tables.
 _SLOTS: dict[tuple[str, str], dict[int, str]] = {
@@ -300,10 +301,9 @@ def _is_normalized(value: ir.Value | None) -> bool:
 
 
 def _producer(value: ir.Value | None) -> ir.Node | None:
-    node = None if value is None else value.producer()
+    node = producer(value)
     while node is not None and node.op_type == "Cast":
-        source = node.inputs[0]
-        node = None if source is None else source.producer()
+        node = producer(node.inputs[0])
     return node
 
 

@@ -173,6 +173,11 @@ def all_values(graph: ir.Graph) -> Iterator[ir.Value]:
                 yield from all_values(body)
 
 
+def producer(value: ir.Value | None) -> ir.Node | None:
+    """The node that makes the value; None for what no node makes, and for no value."""
+    return value.producer() if value is not None else None
+
+
 def is_float(value: ir.Value | None) -> bool:
     """Whether the value is a tensor of one of the float types that onnxamp decides between."""
     return value is not None and _float_type(value) is not None

@@ -24,7 +24,7 @@ class WidenPass(ir.passes.InPlacePass):
     1. Every 16-bit value becomes fp32: tensors, and those in sequences and optionals, in bodies and functions too. So do constants, whose
        values are exact in fp32, and attributes that name a type (``to``, ``dtype``, ``stash_type``, ...).
     2. A Cast (or CastLike) that now leads from fp32 to fp32 falls away, whoever made it. One that makes an output gives its name to the
-       value before it; it stays where that is an input, a constant, from outside of its graph or an output already.
+       value before it; it stays where that is an input, a constant, an output already, or, in a body, an input or captured.
     3. An operator without a schema, or whose schema has no fp32, keeps its 16-bit operands and results, between Casts.
     4. With `keep_io` the inputs and outputs of the model keep their types, between Casts.
     5. The notes of a conversion are removed, as they are no longer true.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from onnxamp.model.signatures import operator_name
-from onnxamp.model.units import Read, Unit
+from onnxamp.model.units import Read, Unit, producer
 from onnxamp.policy import codes
 from onnxamp.policy.decision import Decision
 from onnxamp.policy.facts import Facts
@@ -52,20 +52,16 @@ def _is_alone(facts: Facts, data: ir.Value, kind: str, decisions: dict[Unit, Dec
 def _affines(facts: Facts) -> Iterator[tuple[ir.Value, tuple[ir.Node, ir.Node]]]:
     """What each written-out layer normalization normalizes, and its product with a scale and its sum with a bias."""
     for node in facts.graph.nodes(("Div",)):
-        deviation, root = _producer(node.inputs[0]), _producer(node.inputs[1])
+        deviation, root = producer(node.inputs[0]), producer(node.inputs[1])
         if deviation is None or root is None or (operator_name(deviation), operator_name(root)) != ("Sub", "Sqrt"):
             continue
-        data, mean = deviation.inputs[0], _producer(deviation.inputs[1])
+        data, mean = deviation.inputs[0], producer(deviation.inputs[1])
         if data is None or mean is None or operator_name(mean) != "ReduceMean" or mean.inputs[0] is not data:
             continue
         product = _only_reader(facts, node, "Mul")
         total = _only_reader(facts, product, "Add") if product is not None else None
         if product is not None and total is not None:
             yield data, (product, total)
-
-
-def _producer(value: ir.Value | None) -> ir.Node | None:
-    return value.producer() if value is not None else None
 
 
 def _only_reader(facts: Facts, node: ir.Node, name: str) -> ir.Node | None:

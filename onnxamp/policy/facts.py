@@ -119,6 +119,10 @@ class Facts:
             value = node.inputs[0]
         return value
 
+    def source(self, value: ir.Value | None) -> ir.Node | None:
+        """The node that makes what `value` is a copy of; None for what no node makes, and for no value."""
+        return self.through_moves(value).producer() if value is not None else None
+
     def backward(self, values: Iterable[ir.Value], stop: Callable[[Unit], bool] | None = None) -> Iterator[Unit]:
         """The units that compute `values` from heavy results, inputs and constants, each once; the walk ends before what stops it."""
         pending = list(values)
@@ -158,7 +162,7 @@ class Facts:
     def _averages(self, node: ir.Node, reads: set[ir.Value]) -> bool:
         """Whether the node makes a mean of ordinary values, or less: a sum of n of them times a number of at most 1/n."""
         sums = [value for value in node.inputs if value is not None and self.scalar(value) is None]
-        source = self.through_moves(sums[0]).producer() if len(sums) == 1 and len(node.inputs) == 2 else None
+        source = self.source(sums[0]) if len(sums) == 1 and len(node.inputs) == 2 else None
         if source is None or operator_name(source) != "ReduceSum" or source.inputs[0] in reads:
             return False
         count = self._reduced(source)

@@ -104,7 +104,7 @@ def _is_scaled_flag(facts: Facts, node: ir.Node) -> bool:
         return False
     if _is_flag(facts, flags[0]):
         return True
-    source = facts.through_moves(flags[0]).producer()
+    source = facts.source(flags[0])
     if source is None or operator_name(source) != "Sub":
         return False
     left, right = source.inputs

@@ -7,6 +7,7 @@ import dataclasses
 import onnx_ir as ir
 
 from onnxamp.model.signatures import operator_name
+from onnxamp.model.units import producer
 from onnxamp.policy import codes
 from onnxamp.policy.facts import Facts
 from onnxamp.policy.marks import Marks
@@ -64,14 +65,14 @@ def _statistic(facts: Facts, node: ir.Node) -> _Statistic | None:
     value = node.inputs[0]
     members = [node]
     if operator_name(node) in ("ReduceSum", *_MEANS):
-        square = facts.through_moves(value).producer() if value is not None else None
+        square = facts.source(value)
         value = squared(facts, square) if square is not None else None
         if square is None or value is None:
             return None
         members.append(square)
     if value is None:
         return None
-    difference = facts.through_moves(value).producer()
+    difference = facts.source(value)
     mean: list[ir.Node] = []
     if difference is not None and operator_name(difference) == "Sub":
         mean = next(filter(None, (_mean(facts, operand) for operand in difference.inputs)), [])
@@ -82,13 +83,13 @@ def _statistic(facts: Facts, node: ir.Node) -> _Statistic | None:
 
 def _mean(facts: Facts, value: ir.Value | None) -> list[ir.Node]:
     """The nodes that make `value` a mean; none if it is something else."""
-    node = facts.through_moves(value).producer() if value is not None else None
+    node = facts.source(value)
     if node is None:
         return []
     if operator_name(node) in _MEANS:
         return [node]
     if operator_name(node) in ("Mul", "Div"):
-        total = [facts.through_moves(v).producer() for v in node.inputs if v is not None and facts.scalar(v) is None]
+        total = [facts.source(v) for v in node.inputs if v is not None and facts.scalar(v) is None]
         if len(total) == 1 and total[0] is not None and operator_name(total[0]) == "ReduceSum":
             return [node, total[0]]
     return []
@@ -106,7 +107,7 @@ def squared(facts: Facts, node: ir.Node) -> ir.Value | None:
 
 def _unscaled(facts: Facts, value: ir.Value | None) -> ir.Value | None:
     """`value` before a factor: x of c * x."""
-    node = value.producer() if value is not None else None
+    node = producer(value)
     if node is not None and operator_name(node) == "Mul":
         operands = [operand for operand in node.inputs if facts.scalar(operand) is None]
         if len(operands) == 1:
@@ -149,7 +150,7 @@ def _normalizers(facts: Facts, found: _Statistic) -> list[ir.Node]:
 
 def _squared_mean(facts: Facts, value: ir.Value) -> list[ir.Node]:
     """The nodes of the square of a mean; none if `value` is something else."""
-    square = facts.through_moves(value).producer()
+    square = facts.source(value)
     if square is None or squared(facts, square) is None:
         return []
     mean = _mean(facts, square.inputs[0])

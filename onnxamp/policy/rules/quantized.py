@@ -19,7 +19,5 @@ def quantized_heavy(marks: Marks) -> None:
 
 
 def _dequantized(facts: Facts, value: ir.Value | None) -> bool:
-    if value is None:
-        return False
-    node = facts.through_moves(value).producer()
+    node = facts.source(value)
     return node is not None and operator_name(node) == "DequantizeLinear"

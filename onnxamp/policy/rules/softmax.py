@@ -27,13 +27,13 @@ def softmaxes(marks: Marks) -> None:
 
 
 def _sum_of_exponentials(facts: Facts, value: ir.Value | None) -> tuple[ir.Node, ir.Node] | None:
-    node = facts.through_moves(value).producer() if value is not None else None
+    node = facts.source(value)
     if node is not None and operator_name(node) in ("Add", "Max", "Clip"):  # an epsilon
         summand = next((value for value in node.inputs if value is not None and facts.scalar(value) is None), None)
-        node = facts.through_moves(summand).producer() if summand is not None else None
-    if node is None or operator_name(node) != "ReduceSum" or node.inputs[0] is None:
+        node = facts.source(summand)
+    if node is None or operator_name(node) != "ReduceSum":
         return None
-    exponential = facts.through_moves(node.inputs[0]).producer()
+    exponential = facts.source(node.inputs[0])
     return (node, exponential) if exponential is not None and operator_name(exponential) == "Exp" else None
 
 

@@ -35,7 +35,7 @@ def expanded(marks: Marks) -> None:
             if facts.observed_small(unit.writes):
                 continue
             marks.node(node, codes.EXPANDED, origin="a square")
-            difference = facts.through_moves(base).producer()
+            difference = facts.source(base)
             if difference is not None and operator_name(difference) == "Sub":
                 marks.node(difference, codes.EXPANDED, origin="the difference that is squared")
         elif not _expands(marks, node, name):
