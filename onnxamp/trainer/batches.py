@@ -11,7 +11,7 @@ import itertools
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -254,7 +254,7 @@ class Batches:
         """
         return (share.batch for share in self.shares(epoch, start) if share.batch is not None)
 
-    def shares(self, epoch: int = 0, start: int = 0) -> Iterator[Share]:
+    def shares(self, epoch: int = 0, start: int = 0) -> Generator[Share, None, None]:
         """The micro-steps of one epoch: as many on every rank, and each rank knows what all of them have.
 
         Args:
@@ -275,7 +275,7 @@ class Batches:
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([self.seed, epoch])))
         return generator.permutation(self.binding.data.rows)
 
-    def _arrays(self, epoch: int, start: int) -> Iterator[Share]:
+    def _arrays(self, epoch: int, start: int) -> Generator[Share, None, None]:
         data = self.binding.data
         assert isinstance(data, Arrays)
         assert self.size is not None
@@ -306,7 +306,7 @@ class Batches:
         assert self.size is not None
         return np.array_split(order[first : first + self.size], self.world_size)
 
-    def _stream(self, start: int) -> Iterator[Share]:
+    def _stream(self, start: int) -> Generator[Share, None, None]:
         data = self.binding.data
         assert isinstance(data, Stream)
         pieces = iter(self._rebatch(data) if self.batch_size else data)
@@ -341,7 +341,7 @@ class Batches:
             yield kept
 
 
-def _read_ahead(items: Iterator[_T], depth: int) -> Iterator[_T]:
+def _read_ahead(items: Iterator[_T], depth: int) -> Generator[_T, None, None]:
     """Run an iterator in a thread, at most `depth` items ahead; its errors are raised here."""
     ready: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
     room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry for each item that may be ahead

@@ -54,9 +54,9 @@ class Device:
         own = {} if self.memory == "cpu" else {"device_id": str(self.id)}
         if stream is not None:
             own["user_compute_stream"] = str(stream.pointer)
-        for name in own.keys() & (others or {}).keys():
+        if taken := sorted(own.keys() & (others or {}).keys()):
             raise UsageError(
-                f"The provider option {name} is the trainer's own (it takes device {self.id}, that of its local rank): leave it "
+                f"The provider option {taken[0]} is the trainer's own (it takes device {self.id}, that of its local rank): leave it "
                 "out, and choose the devices that it sees with CUDA_VISIBLE_DEVICES or its like."
             )
         return {**own, **(others or {})}

@@ -149,7 +149,7 @@ class TorchCollective:
     def _last_words(self) -> str:
         """What a rank said when it ended; nothing if it was killed."""
         until = time.monotonic() + _LAST_WORDS_SECONDS
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(RuntimeError, OSError):  # the store ends with the process that holds it
             while self._store is not None and time.monotonic() < until:
                 if self._store.check([_LAST_WORDS]):
                     return str(self._store.get(_LAST_WORDS).decode())

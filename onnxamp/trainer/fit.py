@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from onnxamp.errors import DataError, DivergedError, RankLostError, UsageError
 from onnxamp.trainer.batches import Batches, Share, bind
 from onnxamp.trainer.callbacks import Callback, WindowResult
+from onnxamp.trainer.cause import Cause
 from onnxamp.trainer.data import Array, open_data
 from onnxamp.trainer.metrics import Metric, metrics_of
 from onnxamp.trainer.position import INTERRUPTED, FitState, Step, Steps
@@ -195,7 +196,7 @@ class _Run:
         applied, skipped, began = state.step, state.skipped, state.batch
         self._since = time.perf_counter()
         together = state.trainer.collective.world_size > 1
-        with contextlib.closing(_generator(state.batches.shares(state.epoch, state.batch))) as stream:
+        with contextlib.closing(state.batches.shares(state.epoch, state.batch)) as stream:
             while True:
                 asked = time.perf_counter()
                 share: Share | None = next(stream, None)
@@ -250,12 +251,8 @@ class _Run:
 
     def _cause(self, result: Step) -> str:
         """Why a window was skipped; of an overflow also where: the parameter nearest to the output."""
-        cause = result.cause or "the gradient is not finite"
-        if not cause.startswith("a gradient overflowed") or not (names := self.state.trainer.nonfinite_gradients()):
-            return cause
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        _, semicolon, beside = cause.partition(";")
-        return f"gradient of {names[-1]}{more} overflowed{semicolon}{beside}"
+        cause = result.cause or Cause("overflow", "the gradient is not finite")
+        return cause.text(self.state.trainer.nonfinite_gradients() if cause.kind == "overflow" else ())
 
     def _evaluate(self) -> None:
         assert self.val is not None
@@ -265,8 +262,3 @@ class _Run:
         for callback in self.callbacks:
             callback.on_evaluate(self.state, self.values)
         self._since = time.perf_counter()
-
-
-def _generator(shares: Iterator[Share]) -> Any:
-    """`shares` as something that can be closed, so that its thread ends with the epoch."""
-    return shares if hasattr(shares, "close") else (share for share in shares)

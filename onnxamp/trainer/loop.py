@@ -12,6 +12,7 @@ from onnxamp.errors import DivergedError, UsageError
 from onnxamp.ort.values import Slots, View
 from onnxamp.trainer.arenas import FLOAT, Arenas
 from onnxamp.trainer.batch import CheckedBatch
+from onnxamp.trainer.cause import Cause
 from onnxamp.trainer.collective import Collective
 from onnxamp.trainer.gradient import Gradient
 from onnxamp.trainer.program import Program
@@ -135,21 +136,21 @@ class StepResult:
         return self._ended and self._window.interrupted
 
     @property
-    def cause(self) -> str | None:
-        """Why the window was skipped or has lost micro-batches (policy ``micro``), in words; None if it was and has not."""
-        report = self.report
+    def cause(self) -> Cause | None:
+        """Why the window was skipped or has lost micro-batches (policy ``micro``); None if it was and has not."""
+        report, window = self.report, self._window
         if not report or not (self.skipped or report["dropped"]):
             return None
-        if self._window.nan is not None:
-            return self._window.nan
-        offered = int(report["micro_steps"] + report["dropped"])
-        # Infinities may be meant, and the gradient overflow without them: they are named beside what went wrong.
-        beside = f"; {self._window.infinity}" if self._window.infinity else ""
-        bad = int(report["bad_losses"])
+        if window.nan is not None:
+            return Cause("data", window.nan)
+        offered, dropped, bad = (int(report[name]) for name in ("micro_steps", "dropped", "bad_losses"))
         if bad:
-            return f"the loss is not finite in {bad} of {offered} micro-batches{beside}"
-        where = f" in {int(report['dropped'])} of {offered} micro-batches" if report["dropped"] else ""
-        return f"a gradient overflowed{where} at loss scale {report['loss_scale']:g}{beside}"
+            what = f"the loss is not finite in {bad} of {offered + dropped} micro-batches"
+            return Cause("loss", what, window.infinity)
+        where = f" in {dropped} of {offered + dropped} micro-batches" if dropped else ""
+        return Cause(
+            "overflow", f"a gradient overflowed{where} at loss scale {report['loss_scale']:g}", window.infinity
+        )
 
 
 def seed_divisor(weight: float) -> float:

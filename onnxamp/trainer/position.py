@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from onnxamp.errors import UsageError
 from onnxamp.trainer.batches import Batches, Locate
+from onnxamp.trainer.cause import Cause
 from onnxamp.trainer.collective import Collective
 from onnxamp.trainer.data import Batch, Field
 from onnxamp.trainer.metrics import Metric
@@ -33,7 +34,7 @@ class Step(Protocol):
         """The report of the window that this micro-step ended, or None."""
 
     @property
-    def cause(self) -> str | None:
+    def cause(self) -> Cause | None:
         """Why that window was skipped, or None."""
 
     @property

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from onnxamp.errors import DataError, DivergedError, UsageError
 from onnxamp.trainer.callbacks import Callback, Checkpoints, EarlyStopping, checkpoints
+from onnxamp.trainer.cause import Cause
 from onnxamp.trainer.collective import SingleProcess
 from onnxamp.trainer.data import Field
 from onnxamp.trainer.fit import fit
@@ -77,7 +78,7 @@ class Counter:
             "loss_scale": scale,
             "next_loss_scale": self.scale,
         }
-        return _result(report, None if ok else "a gradient overflowed")
+        return _result(report, None if ok else Cause("overflow", "a gradient overflowed"))
 
     def nonfinite_gradients(self):
         return ["conv.weight", "fc.weight"]

@@ -155,7 +155,7 @@ def test_the_trainer_saves_and_loads_after_a_dropped_micro_batch(export, tmp_pat
         result = whole.micro_step(part)
     assert result.applied
     assert result.cause is not None
-    assert result.cause.startswith("the loss is not finite in 1 of 3 micro-batches; the input 'x0' holds 1 Inf")
+    assert str(result.cause).startswith("the loss is not finite in 1 of 3 micro-batches; the input 'x0' holds 1 Inf")
     half = Trainer(bundle, "cpu", 3, threads=1)
     for part in parts[:2]:
         assert half.micro_step(part).cause is None
