@@ -16,7 +16,7 @@ from onnxamp.model.traffic import Traffic
 from onnxamp.model.units import Read, TypeGraph, Unit
 from onnxamp.policy import codes, targets
 from onnxamp.policy.affine import join_affine
-from onnxamp.policy.assign import dissolve, follow_inputs, minimum_cut
+from onnxamp.policy.assign import Groups, dissolve, follow_inputs, minimum_cut
 from onnxamp.policy.decision import Decision
 from onnxamp.policy.facts import Facts
 from onnxamp.policy.legality import castable, choices, interface_decision, is_setting
@@ -166,32 +166,11 @@ def make_plan(
         rule(marks)
     asked = _apply_wishes(graph, options, decisions)
     priced = _priced(graph, decisions, prices or {})
-    if options.level != "O3":
-        for rule in NUMERICAL:
-            rule(marks)
-        for unit in priced:
-            decisions.pop(unit, None)
-    forced = {unit for unit, decision in decisions.items() if decision.precision != "fp32"}
-    forced.update(unit for unit in priced if facts.kind(unit) is Kind.HEAVY)
-    for unit in graph.units:
-        if unit not in decisions and unit not in priced and (decision := _by_level(facts, unit, options)):
-            decisions[unit] = decision
-            if decision.precision != "fp32":
-                forced.add(unit)
+    forced = _apply_rules_and_level(marks, options, priced)
     groups = resolve(graph, legal, decisions, options.dtype, target.name)
     _check_asked(graph, options, decisions, asked)
-    model = Traffic(graph, dict(options.dim))
-    for name, _ in options.dim:
-        if name not in model.names:
-            raise UsageError(f"The model has no dimension {name!r}{nearest(name, model.names)}")
-    if options.level == "O1":
-        low = follow_inputs(graph, groups)
-        open_low, open_fp32 = Decision(options.dtype, codes.FOLLOWS_LOW), Decision("fp32", codes.FOLLOWS_FP32)
-    else:
-        low = minimum_cut(graph, groups, model, priced)
-        open_low, open_fp32 = Decision(options.dtype, codes.CUT_LOW), Decision("fp32", codes.CUT_FP32)
-    for unit in graph.units:
-        decisions.setdefault(unit, open_low if low[groups.of[unit]] else open_fp32)
+    model = _traffic(graph, options)
+    low = _assign(graph, groups, model, options, priced, decisions)
     before = _bytes(model, options, decisions)
     if options.level in ("O1", "O2"):
         dissolved = Decision("fp32", codes.DISSOLVED)
@@ -288,6 +267,54 @@ def _priced(graph: TypeGraph, decisions: Mapping[Unit, Decision], prices: Mappin
                 {unit: price if unit is primary_unit(units) else 0 for unit in units if unit not in decisions}
             )
     return result
+
+
+def _apply_rules_and_level(marks: Marks, options: Options, priced: Mapping[Unit, int]) -> set[Unit]:
+    """Add what numerical rules and the level say of all but the priced units; the units that shall be 16-bit, whoever says so."""
+    decisions = marks.decisions
+    if options.level != "O3":
+        for rule in NUMERICAL:
+            rule(marks)
+        for unit in priced:
+            decisions.pop(unit, None)
+    for unit in marks.facts.graph.units:
+        if unit not in decisions and unit not in priced and (decision := _by_level(marks.facts, unit, options)):
+            decisions[unit] = decision
+    forced = {unit for unit, decision in decisions.items() if decision.precision != "fp32"}
+    return forced | {unit for unit in priced if marks.facts.kind(unit) is Kind.HEAVY}
+
+
+def _traffic(graph: TypeGraph, options: Options) -> Traffic:
+    """The traffic model with the sizes that were given.
+
+    Raises:
+        UsageError: A size is given for a dimension that the model does not have.
+    """
+    model = Traffic(graph, dict(options.dim))
+    for name, _ in options.dim:
+        if name not in model.names:
+            raise UsageError(f"The model has no dimension {name!r}{nearest(name, model.names)}")
+    return model
+
+
+def _assign(
+    graph: TypeGraph,
+    groups: Groups,
+    model: Traffic,
+    options: Options,
+    priced: Mapping[Unit, int],
+    decisions: dict[Unit, Decision],
+) -> dict[int, bool]:
+    """Decide the units that are left; which groups are 16-bit."""
+    if options.level == "O1":
+        low = follow_inputs(graph, groups)
+        open_low, open_fp32 = Decision(options.dtype, codes.FOLLOWS_LOW), Decision("fp32", codes.FOLLOWS_FP32)
+    else:
+        low = minimum_cut(graph, groups, model, priced)
+        open_low, open_fp32 = Decision(options.dtype, codes.CUT_LOW), Decision("fp32", codes.CUT_FP32)
+    for unit in graph.units:
+        decisions.setdefault(unit, open_low if low[groups.of[unit]] else open_fp32)
+    return low
 
 
 def _by_level(facts: Facts, unit: Unit, options: Options) -> Decision | None:
