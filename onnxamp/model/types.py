@@ -233,12 +233,20 @@ def _infer_symbolic(model: ir.Model) -> None:
             value.type = None
         if shape is not None and (shape.is_static() or value.shape is None or len(value.shape) != len(shape)):
             value.shape = shape
+        elif value.shape is not None:
+            value.shape = _sized(value.shape)
         value.const_value = tensor
     for value, kind, shape in open_values:
         value.type, value.shape = kind, shape
     for value in (*values, *inside):
         for key in [key for key in value.metadata_props if key.startswith("pkg.onnx_shape_inference.")]:
             del value.metadata_props[key]
+
+
+def _sized(shape: ir.Shape) -> ir.Shape:
+    """`shape` with sizes where onnx-shape-inference gives the result of its arithmetic as a name: a dimension called 16."""
+    names = [dim if isinstance(dim, int) else dim.value for dim in shape]
+    return ir.Shape([int(name) if isinstance(name, str) and name.isdecimal() else name for name in names])
 
 
 @contextlib.contextmanager

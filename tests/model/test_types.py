@@ -40,6 +40,13 @@ def test_names_of_dimensions_go_through() -> None:
     assert got == {"a": (FLOAT, ["n", 4]), "b": (FLOAT, ["n", 8]), "y": (FLOAT, ["n", 8])}
 
 
+def test_a_size_that_follows_by_arithmetic_is_a_number() -> None:
+    """Flattened as PyTorch's exporter writes it: the target is made of a part of the shape, and the rest is 3·4."""
+    body = "s = Shape(x)  a = Slice(s, zero, two)  t = Concat<axis = 0>(a, rest)  b = Reshape(x, t)  y = Relu(b)"
+    header = "g (float[n,16,3,4] x) => (float[p,q,r] y) <int64[1] zero = {0}, int64[1] two = {2}, int64[1] rest = {-1}>"
+    assert found(inferred(f"{header} {{ {body} }}"))["b"] == (FLOAT, ["n", 16, 12])
+
+
 def test_unknown_dimensions_stay_apart() -> None:
     got = found(
         inferred(
