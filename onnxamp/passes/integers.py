@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import onnx
@@ -23,6 +24,19 @@ _FOLDED = frozenset({
 })
 # fmt: on
 _ELEMENTS = 1024
+
+
+# How sizes are taken out of a shape, by operator, and the rank that they must have.
+_TAKEN: dict[str, tuple[int | None, Callable[..., np.ndarray]]] = {
+    "Cast": (None, lambda sizes: sizes),
+    "Concat": (1, lambda *parts: np.concatenate([part.astype(object) for part in parts])),
+    "Gather": (1, lambda sizes, where: np.asarray(sizes[where], object)),
+    "Identity": (None, lambda sizes: sizes),
+    "Slice": (1, lambda sizes, start, end, axes=None, *step: sizes[slice(*(x.item() for x in (start, end, *step)))]),
+    "Squeeze": (1, lambda sizes, axes=None: sizes.reshape(())),
+    "Unsqueeze": (0, lambda sizes, axes=None: sizes.reshape(1)),
+}
+_INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
 
 
 class FoldIntegers(ir.passes.InPlacePass):
@@ -105,8 +119,6 @@ def _evaluate(node: ir.Node, known: dict[ir.Value, np.ndarray], model: ir.Model)
         if content is None:
             return None
         feeds[f"x{index}"] = content
-    if _elements(node, list(feeds.values())) > _ELEMENTS:
-        return None
     names = ["" if value is None else f"x{index}" for index, value in enumerate(node.inputs)]
     proto = onnx.helper.make_node(node.op_type, names, ["y"])
     proto.attribute.extend(ir.to_proto(attribute) for attribute in node.attributes.values())
@@ -114,6 +126,8 @@ def _evaluate(node: ir.Node, known: dict[ir.Value, np.ndarray], model: ir.Model)
     graph = onnx.helper.make_graph([proto], "fold", inputs, [onnx.ValueInfoProto(name="y")])
     opsets = [onnx.helper.make_opsetid("", standard_opset(model))]
     try:
+        if _elements(node, list(feeds.values())) > _ELEMENTS:
+            return None
         (result,) = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=opsets)).run(None, feeds)
     except Exception:  # what cannot be evaluated stays as it is
         return None
@@ -155,37 +169,19 @@ def _sizes(
             return None
         dims = np.asarray([size if isinstance(size, int) else None for size in source.shape] or [], object)
         return dims[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(dims))]
-    operands: list[np.ndarray | None] = []
+    rank, take = _TAKEN.get(node.op_type, (None, None))
+    if take is None or not any(value in partly for value in node.inputs) or node.outputs[0].dtype not in _INTEGERS:
+        return None
+    operands = []
     for value in node.inputs:
         content = None if value is None else partly.get(value, known.get(value))
-        operands.append(_constant(value, ir_version) if content is None and value is not None else content)
-    data = operands[0]
-    if source not in partly and node.op_type != "Concat":
-        return None
-    if node.op_type == "Concat":
-        if not any(value in partly for value in node.inputs) or any(
-            part is None or part.ndim != 1 for part in operands
-        ):
+        content = _constant(value, ir_version) if content is None and value is not None else content
+        if content is None:
             return None
-        return np.concatenate([np.asarray(part, object) for part in operands])
-    assert data is not None
-    if node.op_type == "Identity":
-        return data
-    if node.op_type == "Cast":
-        return data if node.attributes["to"].as_int() in (ir.DataType.INT64, ir.DataType.INT32) else None
-    if node.op_type in ("Squeeze", "Unsqueeze") and data.size == 1:
-        return (
-            data.reshape(() if node.op_type == "Squeeze" else (1,))
-            if data.ndim == (node.op_type == "Squeeze")
-            else None
-        )
-    if any(part is None for part in operands[1:]) or data.ndim != 1:
+        operands.append(content)
+    if rank not in (None, operands[0].ndim):
         return None
-    rest = [np.asarray(part) for part in operands[1:]]
-    if node.op_type == "Gather":
-        return np.asarray(data[rest[0]], object)
-    if node.op_type == "Slice":
-        start, end = int(rest[0].reshape(())), int(rest[1].reshape(()))
-        step = int(rest[3].reshape(())) if len(rest) > 3 else 1
-        return data[start:end:step]
-    return None
+    try:
+        return take(*operands)
+    except (IndexError, TypeError, ValueError):  # not there, or computed from what is not static
+        return None

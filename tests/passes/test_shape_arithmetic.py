@@ -33,6 +33,14 @@ CASES = {
         { s = Shape(x) c = Cast<to=6>(s) one = Constant<value = int64 {1}>() n = Gather(c, one) j = Cast<to=6>(i) y = Mul(n, j) }""",
         ["Cast", "Mul"],
     ),
+    "sizes backwards": (
+        FoldIntegers,
+        """g (float[B, 6, 4] x) => (int64[A] y, int64[C] z)
+        { s = Shape(x) n = Constant<value = int64[1] {-1}>() o = Constant<value = int64[1] {0}>() ax = Constant<value = int64[1] {0}>()
+          y_ = Slice(s, n, o, ax, n) one = Constant<value = int64 {1}>() t = Gather(s, one) u = Unsqueeze(t, ax) y = Add(y_, u)
+          w = Slice(s, o, n, ax) q = Gather(w, one) z = Unsqueeze(q, ax) }""",
+        ["Add", "Unsqueeze"],
+    ),
     "one free dimension": (
         ConstantReshapes,
         """g (float[B, 6, 4] x) => (float[B, 24] y)
@@ -151,6 +159,15 @@ def test_pieces_that_are_not_there(text):
     operators = [node.op_type for node in model.graph]
     assert not FoldSequences()(model).modified
     assert [node.op_type for node in model.graph] == operators
+
+
+def test_a_size_that_is_not_there():
+    model = parsed(
+        "g (float[B, 6] x) => (int64 y) { s = Shape(x) i = Constant<value = int64 {5}>() t = Gather(s, i) y = Neg(t) }"
+    )
+    for value in (model.graph[2].outputs[0], model.graph[0].outputs[0]):
+        value.type = ir.TensorType(ir.DataType.INT64)
+    assert not FoldIntegers()(model).modified
 
 
 DEFAULTS = {
