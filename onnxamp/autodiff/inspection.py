@@ -127,11 +127,11 @@ def _bytes(value: ir.Value, sizes: Mapping[str, int], assumed: dict[str, int]) -
             count *= dim
             continue
         expression = "?" if dim.value is None else str(dim.value)
-        known = dict(sizes)
+        known, default = dict(sizes), _LEADING if axis == 0 else _OTHER
         for name in dimensions.names(expression):
             if name not in known:
-                known[name] = assumed.setdefault(name, _LEADING if axis == 0 else _OTHER)
-        count *= dimensions.evaluate(expression, known)
+                known[name] = assumed.setdefault(name, default)
+        count *= dimensions.evaluate(expression, known, default)
     return int(np.ceil(count * value.dtype.itemsize))
 
 
