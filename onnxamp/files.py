@@ -1,14 +1,18 @@
-"""Writing files in one step: what stands under a name is the old content or all of the new, whatever happens between."""
+"""Writing files in one step: what stands under a name is the old content or all of the new, whatever happens between.
+
+And what JSON can hold.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import math
 import os
 import pathlib
 import tempfile
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 # What is written in one go before the disk is asked to begin.
 _BURST = 64 << 20
@@ -91,3 +95,14 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
     with Unfinished(path) as unfinished:
         unfinished.file.write(data)
         unfinished.publish(path)
+
+
+def jsonable(value: Any) -> Any:
+    """`value` in JSON's types: NaN and infinities, which JSON lacks, as strings that `float` reads, tuples as lists."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {name: jsonable(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    return value

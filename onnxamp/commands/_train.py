@@ -237,16 +237,18 @@ class Session:
     def _total_steps(self) -> int | None:
         """Updates that the run is planned to have; None if the length of the data is not known."""
         options = self.options
-        if options["steps"]:
-            return int(options["steps"])
+        steps, epochs = options["steps"], options["epochs"]
+        if steps and not epochs:
+            return int(steps)
         if not isinstance(self.data, Arrays):
-            return None
+            return int(steps) if steps else None
         rows: int = self.data.rows
         size, accumulate = options["batch_size"] or 32, options["accumulate"] or 1
         window = options["global_batch"]
         whole = size * self.collective.world_size
         windows = math.ceil(rows / window) if window else math.ceil(math.ceil(rows / whole) / accumulate)
-        return windows * int(options["epochs"] or 1)
+        total = windows * int(epochs or 1)
+        return min(total, int(steps)) if steps else total  # the run ends with whichever comes first
 
     def _plan(self, trainer: Trainer) -> Plan:
         options = self.options

@@ -80,6 +80,7 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int:
     from onnxamp import console
     from onnxamp.commands._train import Session
     from onnxamp.errors import UsageError
+    from onnxamp.files import jsonable
     from onnxamp.trainer.position import INTERRUPTED
 
     assert isinstance(ctx.command, ConfiguredCommand)
@@ -94,5 +95,5 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int:
         )
     history = session.train()
     if as_json and session.collective.rank == 0:
-        click.echo(json.dumps(session.result(history)))
+        click.echo(json.dumps(jsonable(session.result(history)), allow_nan=False))
     return 130 if history.reason == INTERRUPTED else 0

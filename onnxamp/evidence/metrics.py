@@ -98,7 +98,9 @@ def is_float(array: Array) -> bool:
 
 def _leaves(reference: Any, candidate: Any) -> Iterator[tuple[Array, Array]]:
     if isinstance(reference, dict) and isinstance(candidate, dict):
-        reference, candidate = ([value for _, value in sorted(side.items())] for side in (reference, candidate))
+        if reference.keys() != candidate.keys():
+            raise DataError("reference and candidate give maps with different keys")
+        reference, candidate = ([side[key] for key in reference] for side in (reference, candidate))
     if isinstance(reference, list) or isinstance(candidate, list):
         if not (isinstance(reference, list) and isinstance(candidate, list)) or len(reference) != len(candidate):
             raise DataError("reference and candidate give sequences of different length")
@@ -175,16 +177,25 @@ def _kl(reference: Array, candidate: Array) -> float | None:
     if reference.ndim < 2 or reference.shape[-1] < 2 or not reference.size:
         return None
     rows = [side.astype(np.float64).reshape(-1, side.shape[-1]) for side in (reference, candidate)]
-    if not np.isfinite(rows[1]).all():
-        return math.inf
-    if (rows[0] >= 0).all() and np.allclose(rows[0].sum(-1), 1, atol=1e-3):
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return _divergence(*rows)
+
+
+def _divergence(reference: Array, candidate: Array) -> float:
+    rows = [reference, candidate]
+    if (reference >= 0).all() and np.allclose(reference.sum(-1), 1, atol=1e-3):
         # Rounding may leave a probability at zero, whose logarithm would say nothing of how small it is.
         p, q = (np.maximum(side, np.finfo(np.float32).tiny) for side in rows)
         logs = [np.log(side / side.sum(-1, keepdims=True)) for side in (p, q)]
     else:
         shifted = [side - side.max(-1, keepdims=True) for side in rows]
         logs = [side - np.log(np.exp(side).sum(-1, keepdims=True)) for side in shifted]
-    return max(0.0, float((np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1).mean()))
+    if any(np.isnan(side).any() for side in logs):  # NaN or +inf among the scores: there is no distribution
+        return math.inf
+    p, q = logs
+    possible = p > -np.inf  # a class with probability 0 (a masked score) adds nothing
+    terms = np.where(possible, np.exp(p) * (np.where(possible, p, 0) - np.where(possible, q, 0)), 0)
+    return max(0.0, float(terms.sum(-1).mean()))
 
 
 def worse(a: Difference, b: Difference) -> Difference:

@@ -233,7 +233,7 @@ def _maker(node: ir.Node, value: ir.Value) -> tuple[str, str]:
 
 def _parts(values: list[ir.Value], feeds: Mapping[str, Any]) -> Iterable[list[str]]:
     """Names to fetch in one run, so that what is held at a time stays bounded."""
-    rows = max((len(value) for value in feeds.values() if np.ndim(value)), default=1)
+    rows = max((len(value) for value in feeds.values() if isinstance(value, np.ndarray) and value.ndim), default=1)
     part: list[str] = []
     size = 0.0
     for value in values:

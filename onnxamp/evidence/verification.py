@@ -25,6 +25,7 @@ from onnxamp.evidence.sampling import Model, choose, path_of
 from onnxamp.evidence.ties import picking, unexplained
 from onnxamp.evidence.tolerance import DEFAULTS, Tolerance
 from onnxamp.evidence.values import Fetcher, matched
+from onnxamp.files import jsonable
 from onnxamp.model import io
 from onnxamp.model.preparation import prepared
 from onnxamp.model.signatures import standard_opset
@@ -108,7 +109,7 @@ class VerifyResult:
     def to_dict(self) -> dict[str, Any]:
         """The result in JSON types; numbers that JSON lacks are strings (``"inf"``, ``"nan"``)."""
         fields = dataclasses.asdict(self)
-        return {"passed": self.passed, **{name: plain(value) for name, value in fields.items()}}
+        return {"passed": self.passed, **{name: jsonable(value) for name, value in fields.items()}}
 
 
 def verify(
@@ -355,14 +356,3 @@ def _checker(model: Model) -> str:
     except Exception as problem:  # it raises many types, some from C++
         return one_line(problem, 200)
     return ""
-
-
-def plain(value: Any) -> Any:
-    """`value` in JSON types: numbers that JSON lacks as text, tuples as lists."""
-    if isinstance(value, float):
-        return value if np.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value

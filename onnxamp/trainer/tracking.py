@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from onnxamp.errors import RuntimeMissingError
+from onnxamp.files import jsonable
 from onnxamp.trainer.callbacks import Callback, WindowResult
 from onnxamp.trainer.checkpoint import atomic, disk_error
 from onnxamp.trainer.position import FitState
@@ -54,11 +55,6 @@ def resident_memory() -> int | None:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, AttributeError):
         return None
-
-
-def _jsonable(value: object) -> object:
-    """JSON has no NaN and no infinities: they are written as strings that `float` reads."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class MetricsFile(Callback):
@@ -123,7 +119,7 @@ def _line(entry: Mapping[str, Any]) -> bytes:
     try:
         text = _encode(entry)
     except ValueError:
-        text = _encode({name: _jsonable(value) for name, value in entry.items()})
+        text = _encode(jsonable(dict(entry)))
     return f"{text}\n".encode()
 
 

@@ -139,3 +139,21 @@ def test_divergence_of_distributions_and_of_logits() -> None:
     assert difference(softmax(r, -1), softmax(c, -1), with_kl=True).kl == pytest.approx(want, rel=1e-6)
     assert difference(r, c).kl is None
     assert difference(r[0], c[0], with_kl=True).kl is None
+
+
+def test_divergence_with_masked_scores() -> None:
+    """A score of -inf is a class with probability 0: it adds nothing, and infinity where only the candidate rules it out."""
+    from scipy.special import rel_entr, softmax
+
+    r, c = np.array([[-np.inf, 0.0, 1.0]]), np.array([[-3.0, 0.2, 1.0]])
+    want = rel_entr(softmax(r, -1), softmax(c, -1)).sum()
+    assert difference(r, c, with_kl=True).kl == pytest.approx(want)
+    assert difference(r, r, with_kl=True).kl == 0
+    assert difference(c, r, with_kl=True).kl == np.inf
+    assert difference(c, np.full_like(c, np.nan), with_kl=True).kl == np.inf
+
+
+def test_maps_with_other_keys_are_no_match() -> None:
+    assert difference({1: np.float32(0.9), 2: np.float32(0.1)}, {2: np.float32(0.1), 1: np.float32(0.9)}).max_abs == 0
+    with pytest.raises(DataError, match="different keys"):
+        difference({1: np.float32(0.9)}, {7: np.float32(0.9)})
