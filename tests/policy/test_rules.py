@@ -238,6 +238,12 @@ def test_rule(codes_of, name, opset, body, expected):
     assert found["h"] == ("fp16", "AMP002")
 
 
+def test_an_operator_of_another_domain_is_not_the_standard_one_of_its_name(codes_of):
+    text = HEAD.replace("float two = {2}", "float two = {2}, float[4,4] o")
+    text += "s = Shape(h) c = Cast<to=1>(s) o = com.microsoft.Gather(c, h) m = Mul(o, half) r = Add(h, m)" + TAIL
+    assert codes_of(text, target="any")["m"][1] != "AMP209"
+
+
 def test_a_default_is_no_constant(codes_of):
     """A caller may replace it, and the number of elements summed with it."""
     (body,) = [case[2] for case in CASES if case[0] == "a mean from a sum restores"]

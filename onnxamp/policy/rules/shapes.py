@@ -49,7 +49,7 @@ def shape_arithmetic(marks: Marks) -> None:
                 pending.append(value)
         if name in _FILLS or row(name).kind is Kind.HEAVY:
             continue
-        places = (*SHAPE_OPERANDS.get(node.op_type, ()), *_INDICES.get(node.op_type, ()))
+        places = (*SHAPE_OPERANDS.get(name, ()), *_INDICES.get(name, ()))
         operands = [v for index, v in enumerate(node.inputs) if v is not None and index not in places]
         computed = [v for v in operands if not _constant(v)]
         if computed and all(v in shape_data for v in computed):
