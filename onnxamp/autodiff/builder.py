@@ -18,6 +18,13 @@ Dim = int | str | None
 _BROADCASTING = frozenset({"Add", "Sub", "Mul", "Div", "Where", "Pow"})
 
 
+def required(node: ir.Node, position: int = 0) -> ir.Value:
+    """An input that the operator of `node` cannot lack."""
+    value = node.inputs[position]
+    assert value is not None
+    return value
+
+
 class Builder(Emitter):
     """The `op` argument of a gradient rule."""
 
@@ -164,6 +171,10 @@ class Builder(Emitter):
         """The matrices in the last two dimensions transposed."""
         axes = list(range(self.rank(value)))
         return self.transpose(value, [*axes[:-2], axes[-1], axes[-2]])
+
+    def per_channel(self, value: ir.Value, rank: int) -> ir.Value:
+        """[C] as [C, 1...], to broadcast over the spatial dimensions of [N, C, ...] of so many dimensions."""
+        return self.Unsqueeze(value, list(range(1, rank - 1))) if rank > 2 else value
 
     # Axes that are an attribute in older opsets ---------------------------------------------------------------------
 

@@ -91,7 +91,7 @@ def _batch_statistics(op: Builder, node: ir.Node, g: ir.Value, *_: ir.Value | No
     product = op.Mul(g, centered)
     dx = None
     if 0 in op.wanted:
-        a = op.Mul(_spread(op, scale, rank), inverse)
+        a = op.Mul(op.per_channel(scale, rank), inverse)
         slope = op.Mul(op.Mul(a, op.Mul(inverse, inverse)), op.reduce("ReduceMean", product, axes))
         shifted = op.Sub(g, op.reduce("ReduceMean", g, axes))
         dx = op.Sub(op.Mul(shifted, a), op.Mul(centered, slope))
@@ -114,8 +114,8 @@ def write_out(op: Fragment, trained: Trained) -> tuple[ir.Value, ir.Value]:
     centered = op.Sub(x, mean)
     variance = op.reduce("ReduceMean", op.Mul(centered, centered), axes)
     inverse = op.Reciprocal(op.Sqrt(op.Add(variance, trained.epsilon)))
-    a = op.Mul(_spread(op, scale, rank), inverse)
-    y = op.Add(op.Mul(centered, a), _spread(op, bias, rank))
+    a = op.Mul(op.per_channel(scale, rank), inverse)
+    y = op.Add(op.Mul(centered, a), op.per_channel(bias, rank))
     for old, new in zip(node.outputs, (y, centered, mean, variance, inverse), strict=True):
         old.replace_all_uses_with(new, replace_graph_outputs=True)
     op.graph.remove(node, safe=True)
@@ -126,8 +126,3 @@ def write_out(op: Fragment, trained: Trained) -> tuple[ir.Value, ir.Value]:
     else:
         correction = op.number(count / max(count - 1, 1))
     return op.Squeeze(mean, axes), op.Mul(op.Squeeze(variance, axes), correction)
-
-
-def _spread(op: Builder, value: ir.Value, rank: int) -> ir.Value:
-    """[C] as [C, 1...], to broadcast over the spatial dimensions."""
-    return op.Unsqueeze(value, list(range(1, rank - 1))) if rank > 2 else value

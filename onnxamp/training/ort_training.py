@@ -264,13 +264,9 @@ def _write_out_norm(graph: ir.Graph, node: ir.Node) -> None:
     assert x is not None and scale is not None and bias is not None and mean is not None and variance is not None  # noqa: PT018 (for mypy)
     op = Fragment(graph)
     op.section(f"{node.name}/frozen")
-    spatial = list(range(1, op.rank(x) - 1))
-
-    def spread(value: ir.Value) -> ir.Value:
-        return op.Unsqueeze(value, spatial) if spatial else value
-
     factor = op.Div(scale, op.Sqrt(op.Add(variance, node.attributes.get_float("epsilon", 1e-5))))
-    y = op.Add(op.Mul(op.Sub(x, spread(mean)), spread(factor)), spread(bias))
+    mean, factor, bias = (op.per_channel(value, op.rank(x)) for value in (mean, factor, bias))
+    y = op.Add(op.Mul(op.Sub(x, mean), factor), bias)
     node.outputs[0].replace_all_uses_with(y, replace_graph_outputs=True)
     graph.remove(node, safe=True)
 

@@ -6,14 +6,8 @@ import math
 
 import onnx_ir as ir
 
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, required
 from onnxamp.autodiff.registry import Gradients, gradient
-
-
-def _x(node: ir.Node) -> ir.Value:
-    value = node.inputs[0]
-    assert value is not None
-    return value
 
 
 @gradient("Relu")
@@ -27,7 +21,7 @@ def relu(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 def leaky_relu(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """g where x ≥ 0, else α·g."""
     alpha = node.attributes.get_float("alpha", 0.01)
-    return [op.Where(op.Less(_x(node), 0.0), op.Mul(g, alpha), g)]
+    return [op.Where(op.Less(required(node), 0.0), op.Mul(g, alpha), g)]
 
 
 @gradient("PRelu", broadcast=True)
@@ -41,14 +35,14 @@ def prelu(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("ThresholdedRelu")
 def thresholded_relu(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """g where x > α, else 0."""
-    return [op.mask(op.Greater(_x(node), node.attributes.get_float("alpha", 1.0)), g)]
+    return [op.mask(op.Greater(required(node), node.attributes.get_float("alpha", 1.0)), g)]
 
 
 @gradient("Elu")
 def elu(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """g where x ≥ 0, else (y + α)·g, since y = α(eˣ − 1) there."""
     alpha = node.attributes.get_float("alpha", 1.0)
-    return [op.Where(op.Less(_x(node), 0.0), op.Mul(g, op.Add(node.outputs[0], alpha)), g)]
+    return [op.Where(op.Less(required(node), 0.0), op.Mul(g, op.Add(node.outputs[0], alpha)), g)]
 
 
 @gradient("Selu")
@@ -57,7 +51,7 @@ def selu(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     alpha = node.attributes.get_float("alpha", 1.67326319217681884765625)
     gamma = node.attributes.get_float("gamma", 1.05070102214813232421875)
     low = op.Add(node.outputs[0], alpha * gamma)
-    return [op.Mul(g, op.Where(op.Greater(_x(node), 0.0), op.scalar(gamma, g.dtype), low))]
+    return [op.Mul(g, op.Where(op.Greater(required(node), 0.0), op.scalar(gamma, g.dtype), low))]
 
 
 @gradient("Celu")
@@ -65,7 +59,7 @@ def celu(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """g where x ≥ 0, else (y/α + 1)·g."""
     alpha = node.attributes.get_float("alpha", 1.0)
     low = op.Add(op.Mul(node.outputs[0], 1.0 / alpha), 1.0)
-    return [op.Where(op.Less(_x(node), 0.0), op.Mul(g, low), g)]
+    return [op.Where(op.Less(required(node), 0.0), op.Mul(g, low), g)]
 
 
 @gradient("Sigmoid")
@@ -86,7 +80,7 @@ def hard_sigmoid(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("HardSwish")
 def hard_swish(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """0 where x ≤ −3, g where x ≥ 3, (x/3 + ½)·g between."""
-    x = _x(node)
+    x = required(node)
     slope = op.Add(op.Mul(x, 1.0 / 3.0), 0.5)
     inner = op.mask(op.Greater(x, -3.0), op.Mul(g, slope))
     return [op.Where(op.Less(x, 3.0), inner, g)]
@@ -95,20 +89,20 @@ def hard_swish(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("Softplus")
 def softplus(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """σ(x)·g."""
-    return [op.Mul(g, op.Sigmoid(_x(node)))]
+    return [op.Mul(g, op.Sigmoid(required(node)))]
 
 
 @gradient("Softsign")
 def softsign(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """g / (1 + |x|)²; in two steps, as the square of 300 is beyond FP16."""
-    d = op.Add(op.Abs(_x(node)), 1.0)
+    d = op.Add(op.Abs(required(node)), 1.0)
     return [op.Div(op.Div(g, d), d)]
 
 
 @gradient("Mish")
 def mish(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """y = x·t, t = tanh(softplus x): (t + x·(1 − t²)·σ(x))·g."""
-    x = _x(node)
+    x = required(node)
     t = op.Tanh(op.Softplus(x))
     inner = op.Mul(op.Mul(x, op.Sigmoid(x)), op.Sub(1.0, op.Mul(t, t)))
     return [op.Mul(g, op.Add(t, inner))]
@@ -127,7 +121,7 @@ def quick_gelu(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 
 
 def _swish(op: Builder, node: ir.Node, g: ir.Value, alpha: float) -> Gradients:
-    x = _x(node)
+    x = required(node)
     scaled = x if alpha == 1.0 else op.Mul(x, alpha)
     s = op.Sigmoid(scaled)
     bend = op.Mul(x, op.Mul(s, op.Sub(1.0, s)))  # not αx·(...), which is ∞·0 where αx overflows
@@ -137,21 +131,21 @@ def _swish(op: Builder, node: ir.Node, g: ir.Value, alpha: float) -> Gradients:
 @gradient("Shrink")
 def shrink(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """g where |x| > λ, else 0."""
-    return [op.mask(op.Greater(op.Abs(_x(node)), node.attributes.get_float("lambd", 0.5)), g)]
+    return [op.mask(op.Greater(op.Abs(required(node)), node.attributes.get_float("lambd", 0.5)), g)]
 
 
 @gradient("Gelu")
 def gelu(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """Exact: (Φ(x) + x·φ(x))·g; approximate="tanh": the derivative of ½x(1 + tanh(√(2/π)(x + 0.044715x³)))."""
     if node.attributes.get_string("approximate", "none") == "tanh":
-        return [_gelu_tanh(op, _x(node), g)]
-    return [_gelu_erf(op, _x(node), g)]
+        return [_gelu_tanh(op, required(node), g)]
+    return [_gelu_erf(op, required(node), g)]
 
 
 @gradient("Gelu", domain="com.microsoft")
 def contrib_gelu(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The exact form."""
-    return [_gelu_erf(op, _x(node), g)]
+    return [_gelu_erf(op, required(node), g)]
 
 
 @gradient("BiasGelu", domain="com.microsoft", broadcast=True)
@@ -164,7 +158,7 @@ def bias_gelu(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("FastGelu", domain="com.microsoft", broadcast=True)
 def fast_gelu(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The tanh form of x, or of x + b."""
-    x = op.Add(*node.inputs) if len(node.inputs) > 1 and node.inputs[1] is not None else _x(node)
+    x = op.Add(*node.inputs) if len(node.inputs) > 1 and node.inputs[1] is not None else required(node)
     return [_gelu_tanh(op, x, g)] * len(node.inputs)
 
 

@@ -27,22 +27,16 @@ def attention(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     k_heads, v_heads = (split_heads(op, value, node.attributes.get_int("kv_num_heads", 0)) for value in (k, v))
     k_heads = k_heads if past_k is None else op.Concat(past_k, k_heads, axis=2)
     v_heads = v_heads if past_v is None else op.Concat(past_v, v_heads, axis=2)
-    size, count = op.dims(q_heads)[3], op.dims(q_heads)[1]
-    op.refuse(not isinstance(size, int) or not isinstance(count, int), "the heads are not static")
-    assert isinstance(size, int)
+    count = op.dims(q_heads)[1]
+    op.refuse(not isinstance(count, int), "the heads are not static")
     assert isinstance(count, int)
-    scale = node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(size)
     keys, values = (_repeat(op, value, count) for value in (k_heads, v_heads))
-    scores = op.Mul(op.MatMul(q_heads, op.swap(keys)), scale)
-    cap, mode = node.attributes.get_float("softcap", 0.0), node.attributes.get_int("qk_matmul_output_mode", 0)
-    if cap > 0.0:
-        op.refuse(mode == 0 and len(node.outputs) > 3, "softcap with the scores before it as output")
-        scores = op.Mul(op.Tanh(op.Mul(scores, 1.0 / cap)), cap)
-    shown = scores
+    capped, mode = node.attributes.get_float("softcap", 0.0) > 0.0, node.attributes.get_int("qk_matmul_output_mode", 0)
+    op.refuse(capped and mode == 0 and len(node.outputs) > 3, "softcap with the scores before it as output")
+    shown = scores = _scores(op, node, q_heads, keys)
     if mask is not None:
         scores = _masked(op, scores, mask)
-    for allowed in _allowed(op, node, q_heads, keys, past_k, filled):
-        scores = op.Where(allowed, scores, op.scalar(-math.inf, scores.dtype))
+    scores = _hidden(op, scores, _allowed(op, node, q_heads, keys, past_k, filled))
     masked = scores is not shown
     shown = scores if mode == 2 else shown
     weights = _weights(op, scores, masked)
@@ -51,6 +45,23 @@ def attention(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     if op.rank(q) == 3:
         y = join_heads(op, y)
     return [y, k_heads, v_heads, shown]
+
+
+def _scores(op: Builder, node: ir.Node, q: ir.Value, k: ir.Value) -> ir.Value:
+    """scale·Q·Kᵀ of heads [B, H, S, D], with the soft cap of the node."""
+    size = op.dims(q)[3]
+    op.refuse(not isinstance(size, int), "the heads are not static")
+    assert isinstance(size, int)
+    scores = op.Mul(op.MatMul(q, op.swap(k)), node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(size))
+    cap = node.attributes.get_float("softcap", 0.0)
+    return op.Mul(op.Tanh(op.Mul(scores, 1.0 / cap)), cap) if cap > 0.0 else scores
+
+
+def _hidden(op: Builder, scores: ir.Value, allowed: Sequence[ir.Value]) -> ir.Value:
+    """`scores`, and −∞ where one of `allowed` is false."""
+    for seen in allowed:
+        scores = op.Where(seen, scores, op.scalar(-math.inf, scores.dtype))
+    return scores
 
 
 def _masked(op: Builder, scores: ir.Value, mask: ir.Value) -> ir.Value:
@@ -190,13 +201,8 @@ def group_query_attention(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
         places = op.Unsqueeze(steps(op, q), [0]) if places is None else places
         interleaved = bool(node.attributes.get_int("rotary_interleaved", 0))
         q, k = (rotate(op, value, (cosines, sines), places, interleaved) for value in (q, k))
-    size = op.dims(q)[3]
-    assert isinstance(size, int)
     keys, values = (_repeat(op, value, count) for value in (k, v))
-    scores = op.Mul(op.MatMul(q, op.swap(keys)), node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(size))
-    cap = node.attributes.get_float("softcap", 0.0)
-    if cap > 0.0:
-        scores = op.Mul(op.Tanh(op.Mul(scores, 1.0 / cap)), cap)
+    scores = _scores(op, node, q, keys)
     if added is not None:
         scores = op.Add(scores, added)
     columns = steps(op, keys)
@@ -205,8 +211,7 @@ def group_query_attention(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     allowed = [op.LessOrEqual(columns, rows), op.LessOrEqual(columns, op.Reshape(op.int64(last), [-1, 1, 1, 1]))]
     if window >= 0:
         allowed.append(op.Less(op.Sub(rows, columns), op.index(window)))
-    for seen in allowed:
-        scores = op.Where(seen, scores, op.scalar(-math.inf, scores.dtype))
+    scores = _hidden(op, scores, allowed)
     smooth = node.attributes.get_int("smooth_softmax", 0)
     if sink is not None or smooth:
         one_each = op.scalar(0.0, scores.dtype) if sink is None else op.Reshape(sink, [1, count, 1, 1])
@@ -255,10 +260,7 @@ def _attend(
     q, k, v = parts
     k = k if past[0] is None else op.Concat(past[0], k, axis=2)
     v = v if past[1] is None else op.Concat(past[1], v, axis=2)
-    size = op.dims(q)[3]
-    op.refuse(not isinstance(size, int), "the heads are not static")
-    assert isinstance(size, int)
-    scores = op.Mul(op.MatMul(q, op.swap(k)), node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(size))
+    scores = _scores(op, node, q, k)
     if added is not None:
         scores = op.Add(scores, added)
     if padding is not None:
@@ -271,5 +273,5 @@ def _attend(
     if masked:
         rows = op.Unsqueeze(steps(op, q), [1])
         rows = rows if past[0] is None else op.Add(rows, op.dim(past[0], 2))
-        scores = op.Where(op.LessOrEqual(steps(op, k), rows), scores, op.scalar(-math.inf, scores.dtype))
+        scores = _hidden(op, scores, [op.LessOrEqual(steps(op, k), rows)])
     return [join_heads(op, op.MatMul(_weights(op, scores, masked), v)), k, v]

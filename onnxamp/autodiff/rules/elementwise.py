@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, required
 from onnxamp.autodiff.registry import Gradients, gradient
 
 
@@ -50,8 +50,7 @@ def identity(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("Cast")
 def cast(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The gradient of a Cast is a Cast back to the type of its source."""
-    source = node.inputs[0]
-    assert source is not None
+    source = required(node)
     assert source.dtype is not None
     return [op.cast(g, source.dtype)]
 

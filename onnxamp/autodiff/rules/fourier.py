@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, required
 from onnxamp.autodiff.registry import Gradients, gradient
 from onnxamp.autodiff.reverse import defined
 
@@ -19,8 +19,7 @@ def dft(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     One half of a spectrum is the whole one with a gradient of 0 in the other half. What was cut off at the end of x gets 0, what was added
     is left out.
     """
-    x = node.inputs[0]
-    assert x is not None
+    x = required(node)
     rank = op.rank(x)
     inverse, onesided = (bool(node.attributes.get_int(name, 0)) for name in ("inverse", "onesided"))
     axis = node.attributes.get_int("axis", 1)

@@ -6,14 +6,13 @@ import math
 
 import onnx_ir as ir
 
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, required
 from onnxamp.autodiff.registry import Gradients, gradient
 
 
 def _wide(op: Builder, node: ir.Node) -> ir.Value:
     """The operand in FP32 if it is 16-bit: its square or exponential may overflow where the gradient does not."""
-    x = node.inputs[0]
-    assert x is not None
+    x = required(node)
     return op.wide(x)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, required
 from onnxamp.autodiff.registry import Gradients, gradient
 from onnxamp.autodiff.reverse import defined
 from onnxamp.autodiff.rules.normalization import normalized, slopes
@@ -20,12 +20,6 @@ gradient("Pad", MS)(pad)
 
 def _inputs(node: ir.Node, count: int) -> list[ir.Value | None]:
     return [*node.inputs, *[None] * count][:count]
-
-
-def _given(node: ir.Node, position: int) -> ir.Value:
-    value = node.inputs[position]
-    assert value is not None
-    return value
 
 
 def _sum(op: Builder, *values: ir.Value | None) -> ir.Value:
@@ -54,7 +48,7 @@ def fused_matmul(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     op.refuse(batches, "transBatchA and transBatchB")
     a, b = (
         op.swap(value) if node.attributes.get_int(name, 0) and op.rank(value) > 1 else value
-        for value, name in ((_given(node, 0), "transA"), (_given(node, 1), "transB"))
+        for value, name in ((required(node), "transA"), (required(node, 1), "transB"))
     )
     alpha = node.attributes.get_float("alpha", 1.0)
     product = op.MatMul(a, b)
@@ -84,7 +78,7 @@ def fused_conv(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
 @defined("NhwcConv", MS)
 def nhwc_conv(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     """Conv on data whose channels are last; the weights are [M, kH, kW, C]."""
-    x, weight = _given(node, 0), _given(node, 1)
+    x, weight = required(node), required(node, 1)
     rank = op.rank(x)
     order, back = [0, rank - 1, *range(1, rank - 1)], [0, *range(2, rank), 1]
     operands = [op.transpose(x, order), op.transpose(weight, order), *node.inputs[2:3]]
@@ -119,7 +113,7 @@ def bias_softmax(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     total = op.Add(*node.inputs)
     axis = node.attributes.get_int("axis", 1) % op.rank(total)
     op.refuse(axis != op.rank(total) - 1, "a Softmax over several dimensions")
-    op.refuse(not node.attributes.get_int("is_inner_broadcast", 0) and op.rank(_given(node, 1)) != op.rank(total),
+    op.refuse(not node.attributes.get_int("is_inner_broadcast", 0) and op.rank(required(node, 1)) != op.rank(total),
               "a bias without leading dimensions")  # fmt: skip
     return [op.Softmax(total, axis=-1)]
 
@@ -140,7 +134,7 @@ def bias_split_gelu(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
 def simplified_layer_normalization(op: Builder, node: ir.Node, g: ir.Value, *rest: ir.Value | None) -> Gradients:
     """RMSNormalization, as ONNX Runtime called it before ONNX had it."""
     op.refuse(any(value is not None for value in rest), "a gradient of its deviation")
-    return _parts(op, node, _given(node, 0), g, _given(node, 1), None, centered=False)[:2]
+    return _parts(op, node, required(node), g, required(node, 1), None, centered=False)[:2]
 
 
 @gradient("SkipLayerNormalization", MS)
@@ -213,7 +207,7 @@ def embed_layer_normalization(op: Builder, node: ir.Node) -> Sequence[ir.Value |
 @defined("GroupNorm", MS)
 def group_norm(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     """GroupNormalization, of data whose channels are last or not, with SiLU or not."""
-    return [_group_norm(op, node, _given(node, 0))]
+    return [_group_norm(op, node, required(node))]
 
 
 @defined("SkipGroupNorm", MS)
@@ -228,7 +222,7 @@ def skip_group_norm(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
 
 
 def _group_norm(op: Builder, node: ir.Node, x: ir.Value) -> ir.Value:
-    gamma, beta = _given(node, 1), _given(node, 2)
+    gamma, beta = required(node, 1), required(node, 2)
     last = bool(node.attributes.get_int("channels_last", 1))
     groups = node.attributes["groups"].as_int()
     channels = op.dims(x)[3 if last else 1]
@@ -263,7 +257,7 @@ def complex_mul_conj(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
 def _complex_product(op: Builder, node: ir.Node, sign: float) -> ir.Value:
     (a, b), (c, d) = (
         [op.Slice(value, [i], [i + 1], [op.rank(value) - 1]) for i in range(2)]
-        for value in (_given(node, 0), _given(node, 1))
+        for value in (required(node), required(node, 1))
     )
     d = op.Mul(d, sign)
     return op.Concat(op.Sub(op.Mul(a, c), op.Mul(b, d)), op.Add(op.Mul(a, d), op.Mul(b, c)), axis=-1)
@@ -289,4 +283,4 @@ def inverse(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("ExpandDims", MS, inputs=(0,))
 def expand_dims(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The gradient in the shape of the input."""
-    return [op.reshape(g, _given(node, 0))]
+    return [op.reshape(g, required(node))]

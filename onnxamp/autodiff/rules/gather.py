@@ -5,14 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, required
 from onnxamp.autodiff.registry import Gradients, gradient
-
-
-def _data(node: ir.Node) -> ir.Value:
-    data = node.inputs[0]
-    assert data is not None
-    return data
 
 
 def _needs_add(op: Builder) -> None:
@@ -22,7 +16,7 @@ def _needs_add(op: Builder) -> None:
 @gradient("Gather", inputs=(0,))
 def gather(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The gradient rows are added at their indices, in FP32. One constant index: the gradient between zeros."""
-    data, indices = _data(node), node.inputs[1]
+    data, indices = required(node), node.inputs[1]
     assert indices is not None
     rank = op.rank(data)
     axis = node.attributes.get_int("axis", 0) % rank
@@ -60,7 +54,7 @@ def _place(op: Builder, g: ir.Value, data: ir.Value, axis: int, index: int) -> i
 def gather_elements(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The gradient is added at the indices along the axis, in FP32."""
     _needs_add(op)
-    data = _data(node)
+    data = required(node)
     g = op.wide(g)
     empty = op.expand(op.scalar(0.0, g.dtype), data)
     axis = node.attributes.get_int("axis", 0)
@@ -71,7 +65,7 @@ def gather_elements(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 def gather_nd(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The gradient is added at the indices, in FP32; batch dimensions become leading indices."""
     _needs_add(op)
-    data, indices = _data(node), node.inputs[1]
+    data, indices = required(node), node.inputs[1]
     assert indices is not None
     batch = node.attributes.get_int("batch_dims", 0)
     g = op.wide(g)
@@ -146,7 +140,7 @@ def _scattered(
 @gradient("TensorScatter", inputs=(0, 1))
 def tensor_scatter(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The update receives the gradient of the places where it was written, the cache that of the others."""
-    cache, update = _data(node), node.inputs[1]
+    cache, update = required(node), node.inputs[1]
     assert update is not None
     starts = node.inputs[2] if len(node.inputs) > 2 else None
     rank = op.rank(cache)
@@ -166,14 +160,14 @@ def tensor_scatter(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 def top_k(op: Builder, node: ir.Node, g: ir.Value, _: ir.Value | None = None) -> Gradients:
     """The gradient of the values goes to where they came from."""
     indices = node.outputs[1]
-    empty = op.expand(op.scalar(0.0, g.dtype), _data(node))
+    empty = op.expand(op.scalar(0.0, g.dtype), required(node))
     return [op.ScatterElements(empty, indices, g, axis=node.attributes.get_int("axis", -1))]
 
 
 @gradient("Compress", inputs=(0,))
 def compress(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The gradient of the kept slices goes back to their places."""
-    data, condition = _data(node), node.inputs[1]
+    data, condition = required(node), node.inputs[1]
     kept = op.NonZero(condition)
     if "axis" not in node.attributes:
         flat = op.Expand(op.scalar(0.0, g.dtype), op.Reshape(op.Size(data), [1]))
@@ -214,7 +208,7 @@ def range_(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("Unique", inputs=(0,))
 def unique(op: Builder, node: ir.Node, g: ir.Value, *_: ir.Value | None) -> Gradients:
     """What is kept is what occurs first: that element, or slice along `axis`, receives the gradient, and what repeats it none."""
-    x = _data(node)
+    x = required(node)
     if len(node.outputs) < 2:
         node.resize_outputs(2)
     first = node.outputs[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, required
 from onnxamp.autodiff.registry import Gradients, gradient
 
 
@@ -90,8 +90,7 @@ def gemm(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("Det")
 def det(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The cofactors, as determinants of minors: also right where the matrix has no inverse."""
-    x = node.inputs[0]
-    assert x is not None
+    x = required(node)
     size = op.dims(x)[-1]
     op.refuse(not isinstance(size, int) or size > 16, "it needs a static size of at most 16")
     assert isinstance(size, int)

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.autodiff.bodies import close, rebuild, varying
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, required
 from onnxamp.autodiff.emitter import FLOATS
 from onnxamp.autodiff.registry import Gradients, gradient
 from onnxamp.autodiff.reverse import captured, through
@@ -60,7 +60,7 @@ def loop(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
     states, after = list(source.inputs)[2:], list(source.outputs)[1 : 1 + count]
     entered = {state for j, state in enumerate(states) if j + 2 in op.wanted}
     steps = _Steps(
-        source, states, after, [_given(value) for value in node.inputs[2:]], gradients[:count],
+        source, states, after, [required(node, j) for j in range(2, len(node.inputs))], gradients[:count],
         sorted(varying(source, entered | set(wanted), list(zip(states, after, strict=True)))), wanted, 1,
     )  # fmt: skip
     _same_shapes(op, steps)
@@ -103,10 +103,10 @@ def scan(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
     outputs = len(source.outputs) - count
     entered = {value for j, value in enumerate([*states, *slices]) if j in op.wanted}
     steps = _Steps(
-        source, states, after, [_given(value) for value in node.inputs[:count]], gradients[:count],
+        source, states, after, [required(node, j) for j in range(count)], gradients[:count],
         sorted(varying(source, entered | set(wanted), list(zip(states, after, strict=True)))), wanted, 0,
     )  # fmt: skip
-    inputs = [_given(value) for value in node.inputs[count:]]
+    inputs = [required(node, j) for j in range(count, len(node.inputs))]
     in_axes = list(node.attributes.get_ints("scan_input_axes", (0,) * number))
     in_ways = list(node.attributes.get_ints("scan_input_directions", (0,) * number))
     out_axes = list(node.attributes.get_ints("scan_output_axes", (0,) * outputs))
@@ -145,11 +145,6 @@ def scan(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
     for j, g in zip(chosen, _like(found[len(carried) :], [inputs[j] for j in chosen]), strict=True):
         parts[count + j] = g
     return parts
-
-
-def _given(value: ir.Value | None) -> ir.Value:
-    assert value is not None
-    return value
 
 
 def _same_shapes(op: Builder, steps: _Steps) -> None:

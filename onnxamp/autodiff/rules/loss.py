@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, required
 from onnxamp.autodiff.registry import Gradients, gradient
 
 
@@ -15,8 +15,7 @@ def softmax_cross_entropy(op: Builder, node: ir.Node, g: ir.Value, g_log: ir.Val
 
     The second output, log softmax(x), adds g' − softmax(x)·Σ g'.
     """
-    x = node.inputs[0]
-    assert x is not None
+    x = required(node)
     has_log = len(node.outputs) > 1 and bool(node.outputs[1].name)
     logarithm = node.outputs[1] if has_log else op.LogSoftmax(x, axis=1)
     if logarithm.shape is None:
@@ -32,8 +31,7 @@ def softmax_cross_entropy(op: Builder, node: ir.Node, g: ir.Value, g_log: ir.Val
 @gradient("NegativeLogLikelihoodLoss", inputs=(0,))
 def negative_log_likelihood(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """loss = −Σ c·x[label]: dx = −c·onehot(label)."""
-    x = node.inputs[0]
-    assert x is not None
+    x = required(node)
     factor, hit = _coefficients(op, node, x, g)
     return [op.Neg(op.Mul(factor, hit))]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxamp.autodiff.builder import Builder, Dim
+from onnxamp.autodiff.builder import Builder, Dim, required
 from onnxamp.autodiff.registry import Gradients, gradient
 from onnxamp.autodiff.reverse import through
 
@@ -137,18 +137,14 @@ def batch_normalization(op: Builder, node: ir.Node, g: ir.Value, *_: ir.Value | 
     assert variance is not None
     rank = op.rank(x)
     others = [0, *range(2, rank)]
-
-    def spread(value: ir.Value) -> ir.Value:
-        return op.Unsqueeze(value, list(range(1, rank - 1))) if rank > 2 else value
-
     inverse = op.Reciprocal(op.Sqrt(op.Add(op.wide(variance), node.attributes.get_float("epsilon", 1e-5))))
     dx = dscale = db = dmean = dvariance = None
     factor = op.Mul(op.wide(scale), inverse)
     if 0 in op.wanted:
         assert x.dtype is not None
-        dx = op.Mul(g, op.cast(spread(factor), x.dtype))
+        dx = op.Mul(g, op.cast(op.per_channel(factor, rank), x.dtype))
     if not op.wanted.isdisjoint((1, 4)):
-        centered = op.Sub(op.wide(x), spread(op.wide(mean)))
+        centered = op.Sub(op.wide(x), op.per_channel(op.wide(mean), rank))
         dscale = op.Mul(op.sum(op.Mul(op.wide(g), centered), others, keepdims=False), inverse)
         dvariance = op.Mul(op.Mul(op.Mul(factor, inverse), dscale), -0.5) if 4 in op.wanted else None
     if not op.wanted.isdisjoint((2, 3)):
@@ -167,8 +163,7 @@ def instance_normalization(op: Builder, node: ir.Node, g: ir.Value) -> Gradients
     axes, others = list(range(2, rank)), [0, *range(2, rank)]
     normal, inverse = _standardize(op, op.wide(x), axes, node.attributes.get_float("epsilon", 1e-5))
     g32 = op.wide(g)
-    spread = op.Unsqueeze(op.wide(scale), list(range(1, rank - 1)))
-    dx = _through(op, op.Mul(g32, spread), normal, inverse, axes)
+    dx = _through(op, op.Mul(g32, op.per_channel(op.wide(scale), rank)), normal, inverse, axes)
     return [dx, op.sum(op.Mul(g32, normal), others, keepdims=False), op.sum(g32, others, keepdims=False)]
 
 
@@ -216,8 +211,7 @@ def lp_normalization(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("MeanVarianceNormalization")
 def mean_variance_normalization(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """y = (x − mean)/(σ + 1e-9): the gradient through x̂ with that 1/(σ + 1e-9)."""
-    x = node.inputs[0]
-    assert x is not None
+    x = required(node)
     axes = list(node.attributes.get_ints("axes", (0, 2, 3)))
     wide, g32 = op.wide(x), op.wide(g)
     centered = op.Sub(wide, op.reduce("ReduceMean", wide, axes))

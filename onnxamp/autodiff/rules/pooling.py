@@ -7,20 +7,14 @@ import itertools
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, required
 from onnxamp.autodiff.registry import Gradients, gradient
 from onnxamp.autodiff.windows import Window, spread_back, tap_slice, window_of
 
 
-def _x(node: ir.Node) -> ir.Value:
-    value = node.inputs[0]
-    assert value is not None
-    return value
-
-
 def _pool_window(op: Builder, node: ir.Node) -> Window:
     kernel = tuple(node.attributes["kernel_shape"].as_ints())
-    return window_of(op, node, _x(node), node.outputs[0], kernel)
+    return window_of(op, node, required(node), node.outputs[0], kernel)
 
 
 def _spread(op: Builder, g: ir.Value, x: ir.Value, window: Window) -> ir.Value:
@@ -38,7 +32,7 @@ def _spread(op: Builder, g: ir.Value, x: ir.Value, window: Window) -> ir.Value:
 @gradient("AveragePool")
 def average_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """Every element of a window receives g / n, n the number of elements that the mean counted."""
-    x = _x(node)
+    x = required(node)
     window = _pool_window(op, node)
     include = bool(node.attributes.get_int("count_include_pad", 0))
     ceil = bool(node.attributes.get_int("ceil_mode", 0))
@@ -53,7 +47,7 @@ def _inverse_counts(op: Builder, node: ir.Node, g: ir.Value, window: Window, inc
     pads = node.attributes.get_ints("pads", (0,) * 2 * window.rank)
     result: ir.Value | None = None
     for axis in range(window.rank):
-        size, steps = op.dims(_x(node))[axis + 2], op.dims(g)[axis + 2]
+        size, steps = op.dims(required(node))[axis + 2], op.dims(g)[axis + 2]
         op.refuse(
             not isinstance(size, int) or not isinstance(steps, int),
             "a padded mean without its padding needs static sizes",
@@ -74,7 +68,7 @@ def _inverse_counts(op: Builder, node: ir.Node, g: ir.Value, window: Window, inc
 @gradient("LpPool")
 def lp_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """y = (Σ|x|ᵖ)^(1/p): dx = sign(x)·|x|ᵖ⁻¹·Σ over windows of g·y¹⁻ᵖ."""
-    x, y, g = op.wide(_x(node)), op.wide(node.outputs[0]), op.wide(g)
+    x, y, g = op.wide(required(node)), op.wide(node.outputs[0]), op.wide(g)
     p = node.attributes.get_int("p", 2)
     window = _pool_window(op, node)
     if p == 1:
@@ -90,7 +84,7 @@ def lp_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("MaxPool")
 def max_pool(op: Builder, node: ir.Node, g: ir.Value, _: ir.Value | None = None) -> Gradients:
     """The gradient goes to the element that was the maximum: its index is an output of the forward node."""
-    x = _x(node)
+    x = required(node)
     window = _pool_window(op, node)
     op.refuse(bool(node.attributes.get_int("storage_order", 0)), "storage_order 1")
     indices = _indices(op, node)
@@ -118,14 +112,14 @@ def _indices(op: Builder, node: ir.Node) -> ir.Value:
 @gradient("GlobalAveragePool")
 def global_average_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """Every element of a map receives g / (elements of the map)."""
-    x = _x(node)
+    x = required(node)
     return [op.expand(op.divide(g, op.count(x, list(range(2, op.rank(x))))), x)]
 
 
 @gradient("GlobalMaxPool")
 def global_max_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The elements that equal the maximum share the gradient evenly."""
-    x = _x(node)
+    x = required(node)
     hits = op.cast(
         op.Equal(x, node.outputs[0]), ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
     )
@@ -136,7 +130,7 @@ def global_max_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("GlobalLpPool")
 def global_lp_pool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """y = (Σ|x|ᵖ)^(1/p) over a map: dx = sign(x)·|x|ᵖ⁻¹·y¹⁻ᵖ·g."""
-    x, y, g = op.wide(_x(node)), op.wide(node.outputs[0]), op.wide(g)
+    x, y, g = op.wide(required(node)), op.wide(node.outputs[0]), op.wide(g)
     p = node.attributes.get_int("p", 2)
     if p == 1:
         return [op.Mul(op.Sign(x), g)]
@@ -174,8 +168,7 @@ def max_unpool(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("Col2Im", inputs=(0,))
 def col2im(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The patches of the gradient: what each column was added to."""
-    x = node.inputs[0]
-    assert x is not None
+    x = required(node)
     block = op.known(node.inputs[2])
     op.refuse(block is None, "its block is computed at run time")
     assert block is not None

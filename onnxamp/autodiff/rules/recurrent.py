@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, required
 from onnxamp.autodiff.registry import Gradients, gradient
 from onnxamp.autodiff.reverse import through
 from onnxamp.autodiff.rules.recurrence import is_usual, pick, run_steps, write_out
@@ -105,8 +105,7 @@ def gru(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
     parts = []
     for way in _directions(op, node, gradients):
         size = _hidden(op, node)
-        x = node.inputs[0]
-        assert x is not None
+        x = required(node)
         from_x = op.MatMul(x, op.swap(way.w))
         from_x = from_x if way.wb is None else op.Add(from_x, way.wb)
         weights = op.Slice(way.r, [0], [2 * size], [0]), op.Slice(way.r, [2 * size], [3 * size], [0])
@@ -180,8 +179,7 @@ def rnn(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
 
 
 def _hidden(op: Builder, node: ir.Node) -> int:
-    weights = node.inputs[2]
-    assert weights is not None
+    weights = required(node, 2)
     size = op.dims(weights)[-1]
     op.refuse(not isinstance(size, int), "the hidden size is not static")
     assert isinstance(size, int)
@@ -243,8 +241,7 @@ def _zeros_state(op: Builder, x: ir.Value, r: ir.Value) -> ir.Value:
 
 def _initial(op: Builder, node: ir.Node, position: int, way: _Direction) -> ir.Value:
     value = node.inputs[position] if len(node.inputs) > position else None
-    x = node.inputs[0]
-    assert x is not None
+    x = required(node)
     picked = pick(op, value, way.index, 0)
     return _zeros_state(op, x, way.r) if picked is None else picked
 
@@ -283,8 +280,7 @@ def _weight_gradients(
 
     `reset` = (r·h, H): the last H rows of R met r·h instead of h.
     """
-    x = node.inputs[0]
-    assert x is not None
+    x = required(node)
     dx = op.MatMul(from_x, way.w)
     width = op.dims(way.w)[0]
     flat = op.Reshape(from_x, [-1, width])

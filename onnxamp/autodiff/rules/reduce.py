@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, required
 from onnxamp.autodiff.registry import Gradients, gradient
 from onnxamp.autodiff.reverse import defined
 from onnxamp.autodiff.rules.recurrence import run_steps
@@ -17,8 +17,7 @@ class _Reduction:
     """A Reduce* node with its gradient and result brought back to the rank of the input."""
 
     def __init__(self, op: Builder, node: ir.Node, g: ir.Value) -> None:
-        source = node.inputs[0]
-        assert source is not None
+        source = required(node)
         self.op = op
         self.x = source
         self.axes = op.reduced_axes(node)
@@ -153,8 +152,7 @@ def cum_sum(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @defined("CumProd", inputs=(0,))
 def cum_prod(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     """The running product as a Scan, whose gradient is exact where factors are 0."""
-    x = node.inputs[0]
-    assert x is not None
+    x = required(node)
     known = op.known(node.inputs[1])
     op.refuse(known is None, "its axis is computed at run time")
     assert known is not None

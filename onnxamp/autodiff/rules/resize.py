@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from onnxamp.autodiff.builder import Builder, Dim
+from onnxamp.autodiff.builder import Builder, Dim, required
 from onnxamp.autodiff.registry import Gradients, gradient
 
 
@@ -20,8 +20,7 @@ def resize(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     Whole factors of nearest neighbours with the usual coordinates are sums over blocks and need no static sizes. Where no size changes,
     ONNX Runtime and PyTorch copy x whatever the factors; where only some change, the others are interpolated by their factor too.
     """
-    x = node.inputs[0]
-    assert x is not None
+    x = required(node)
     blocks = _whole_factors(op, node, x)
     if blocks is not None:
         return [_block_sums(op, g, x, blocks)]

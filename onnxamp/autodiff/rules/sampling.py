@@ -11,16 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, required
 from onnxamp.autodiff.reverse import defined
 
 INT64 = ir.DataType.INT64
-
-
-def _given(node: ir.Node, position: int) -> ir.Value:
-    value = node.inputs[position]
-    assert value is not None
-    return value
 
 
 def _extents(op: Builder, x: ir.Value) -> list[ir.Value]:
@@ -162,7 +156,7 @@ def _cubic(op: Builder, t: ir.Value) -> list[ir.Value]:
 @defined("GridSample")
 def grid_sample(op: Builder, node: ir.Node) -> list[ir.Value]:
     """Y at each place of the grid, whose coordinates run from -1 to 1 over the map."""
-    x, grid = op.wide(_given(node, 0)), op.wide(_given(node, 1))
+    x, grid = op.wide(required(node)), op.wide(required(node, 1))
     rank = op.rank(x) - 2
     mode = node.attributes.get_string("mode", "linear").removeprefix("bi")
     corners = node.attributes.get_int("align_corners", 0)
@@ -185,7 +179,7 @@ def grid_sample(op: Builder, node: ir.Node) -> list[ir.Value]:
 @defined("AffineGrid", inputs=(0,))
 def affine_grid(op: Builder, node: ir.Node) -> list[ir.Value]:
     """The places of a regular grid, (x, y, 1) or (x, y, z, 1), times theta."""
-    theta, size = _given(node, 0), _given(node, 1)
+    theta, size = required(node), required(node, 1)
     shape = op.known(size)
     op.refuse(shape is None, "its size is computed at run time")
     assert shape is not None
@@ -249,7 +243,7 @@ def deform_conv(op: Builder, node: ir.Node) -> list[ir.Value]:
 @defined("RoiAlign", inputs=(0, 1))
 def roi_align(op: Builder, node: ir.Node) -> list[ir.Value]:
     """The mean (or, of weighted corners, the maximum) of samples in each bin of each box."""
-    x, rois, batch = (_given(node, position) for position in range(3))
+    x, rois, batch = (required(node, position) for position in range(3))
     height, width = (node.attributes.get_int(f"output_{name}", 1) for name in ("height", "width"))
     samples = node.attributes.get_int("sampling_ratio", 0)
     op.refuse(samples <= 0, "a sampling_ratio that follows from the boxes")
@@ -312,7 +306,7 @@ def _largest_corner(
 @defined("MaxRoiPool", inputs=(0,), zero=(1,))
 def max_roi_pool(op: Builder, node: ir.Node) -> list[ir.Value]:
     """The largest pixel in each bin of each box, whose corners are rounded to pixels; 0 where a bin has none."""
-    x, rois = _given(node, 0), _given(node, 1)
+    x, rois = required(node), required(node, 1)
     data, boxes = op.wide(x), op.wide(rois)
     scale = node.attributes.get_float("spatial_scale", 1.0)
     batch, *corner = (op.Slice(boxes, [i], [i + 1], [1]) for i in range(5))  # x1, y1, x2, y2, [R, 1] each

@@ -7,26 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, required
 from onnxamp.autodiff.registry import Gradients, gradient
-
-
-def _source(node: ir.Node) -> ir.Value:
-    source = node.inputs[0]
-    assert source is not None
-    return source
 
 
 @gradient("Reshape", inputs=(0,))
 def reshape(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The gradient in the shape of the input."""
-    return [op.reshape(g, _source(node))]
+    return [op.reshape(g, required(node))]
 
 
 @gradient("Flatten")
 def flatten(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The gradient in the shape of the input."""
-    return [op.reshape(g, _source(node))]
+    return [op.reshape(g, required(node))]
 
 
 @gradient("Squeeze", inputs=(0,))
@@ -34,7 +28,7 @@ def squeeze(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The removed dimensions come back."""
     if len(node.inputs) > 1 and node.inputs[1] is not None:
         return [op.Unsqueeze(g, node.inputs[1])]
-    return [op.reshape(g, _source(node))]
+    return [op.reshape(g, required(node))]
 
 
 @gradient("Unsqueeze", inputs=(0,))
@@ -46,7 +40,7 @@ def unsqueeze(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("Transpose")
 def transpose(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The inverse permutation."""
-    rank = op.rank(_source(node))
+    rank = op.rank(required(node))
     perm = node.attributes.get_ints("perm", tuple(reversed(range(rank))))
     return [op.transpose(g, np.argsort(perm).tolist())]
 
@@ -54,7 +48,7 @@ def transpose(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 @gradient("Expand", inputs=(0,))
 def expand(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The sum over the dimensions that were repeated."""
-    return [op.unbroadcast_dims(g, _source(node), [op.dims(node.outputs[0])])]
+    return [op.unbroadcast_dims(g, required(node), [op.dims(node.outputs[0])])]
 
 
 @gradient("Concat")
@@ -88,7 +82,7 @@ def split(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
 @gradient("Slice", inputs=(0,))
 def slice_(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The gradient put back into zeros: Pad where the step is 1, else ScatterElements along the axis."""
-    x = _source(node)
+    x = required(node)
     starts, ends, axes, steps = (op.known(value) for value in [*node.inputs[1:], None, None, None][:4])
     inputs = [*node.inputs, None, None][:5]
     rank = op.rank(x)
@@ -168,13 +162,13 @@ def pad(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
         return [dx]
     if node.attributes.get_string("mode", "constant") != "constant":
         return [dx, None, op.zeros(constant)]
-    border = op.Pad(op.zeros(_source(node)), node.inputs[1], op.scalar(1.0, g.dtype), *node.inputs[3:4])
+    border = op.Pad(op.zeros(required(node)), node.inputs[1], op.scalar(1.0, g.dtype), *node.inputs[3:4])
     total = op.emit("ReduceSum", [op.Mul(g, border)], {"keepdims": 0})[0]
     return [dx, None, op.reshape(total, constant)]
 
 
 def _pad_source(op: Builder, node: ir.Node, g: ir.Value) -> ir.Value:
-    x = _source(node)
+    x = required(node)
     rank = op.rank(x)
     mode = node.attributes.get_string("mode", "constant")
     pads = op.known(node.inputs[1])
@@ -232,7 +226,7 @@ def _fold_border(op: Builder, g: ir.Value, x: ir.Value, axis: int, before: int, 
 @gradient("Tile", inputs=(0,))
 def tile(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The sum over the copies: [r·d] as [r, d], summed over r."""
-    x = _source(node)
+    x = required(node)
     rank = op.rank(x)
     repeats = op.known(node.inputs[1])
     axes = [axis for axis in range(rank) if repeats is None or int(repeats.reshape(-1)[axis]) != 1]
@@ -263,7 +257,7 @@ def trilu(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
 def depth_to_space(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """The inverse rearrangement; mode CRD is a SpaceToDepth with the channel groups transposed."""
     block = node.attributes["blocksize"].as_int()
-    x = _source(node)
+    x = required(node)
     back = op.SpaceToDepth(g, blocksize=block)
     if node.attributes.get_string("mode", "DCR") == "DCR":
         return [back]
