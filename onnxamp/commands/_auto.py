@@ -156,7 +156,7 @@ def verdict(found: SearchResult) -> str:
     worst = best.result.worst
     count = len(found.trials)
     evaluations = f"{count} evaluation" + "s" * (count != 1)
-    figures = f"cosine {worst.cosine:.6g}, SNR {number(worst.snr)} dB" + (
+    figures = f"cosine {worst.cosine:.7f}, SNR {number(worst.snr)} dB" + (
         f", score {best.result.score:.6g}" if best.result.score is not None else ""
     )
     alone = ""
@@ -190,7 +190,7 @@ def to_dict(found: SearchResult, path: str) -> dict[str, Any]:
     """The search in JSON types."""
     import dataclasses
 
-    from onnxamp.evidence.verification import plain
+    from onnxamp.files import jsonable
 
     policy, page, _ = beside(path)
     fields = {
@@ -217,7 +217,7 @@ def to_dict(found: SearchResult, path: str) -> dict[str, Any]:
             for trial in found.trials
         ],
     }
-    result: dict[str, Any] = plain(fields)
+    result: dict[str, Any] = jsonable(fields)
     return result
 
 

@@ -330,7 +330,7 @@ def calibration_rows(calibration: Calibration, plan: Plan) -> list[tuple[str, st
         else "no value is above"
     )
     rows = [("calibrated", f"{source}; {stay} {limit}")]
-    rows += [("", f"{row.value} of {row.op or 'input'} {row.node} reaches {number(row.absmax)}") for row in raised[:5]]
+    rows += [("", f"{row.value} ({row.op or 'input'} {row.node!r}) reaches {number(row.absmax)}") for row in raised[:5]]
     rows += [("", f"and {len(raised) - 5} more")] if len(raised) > 5 else []
     rows += [("warning", text) for text in calibration.warnings()]
     return rows

@@ -111,7 +111,7 @@ class Evaluator:
                     digest.update(name.encode() + np.asarray(value).tobytes() if not isinstance(value, list) else b"")
         self.digest = digest.hexdigest()
         self.notes = (
-            (f"The samples are {self.source}: the tolerance is met on those, which says little of real data.",)
+            (f"Judged on {self.source}: the tolerance is met on those, which says little of real data.",)
             if self.samples.made_up
             else ()
         )

@@ -55,9 +55,8 @@ class Frontier:
     def at(self, weight: float) -> Point:
         """The plan for a weight; infinite: the one with the least noise that raising can give."""
         if weight not in self._known:
-            raised, lowered = self.space.cheapest(self.noise, weight)
-            high = set(raised) | (set(self.space.lowerable) - set(lowered))
-            left = math.fsum(score for name, score in self.noise.items() if name not in high and math.isfinite(score))
+            raised, lowered, low = self.space.cheapest(self.noise, weight)
+            left = math.fsum(score for name, score in self.noise.items() if name in low and math.isfinite(score))
             self._known[weight] = Point(weight, raised, lowered, left)
         return self._known[weight]
 

@@ -38,8 +38,8 @@ from onnxamp.policy.user import label
 
 Score = Callable[[Sequence[Mapping[str, Any]]], float]
 
-# A plan that moves no less than this share of the bytes of one that passes is not worth an evaluation.
-_NEAR = 0.995
+# A plan that saves less than this share of the bytes of one that passes is not worth an evaluation.
+_LITTLE = 0.0005
 # Evaluations for what lies between two plans of the frontier.
 _REFINEMENTS = 8
 # Why a node stays fp32 in the plan that is chosen.
@@ -280,13 +280,13 @@ class _Search:
                     noisy = point
                     if trial is not None and not best.passed and trial.result.error < best.result.error:
                         best = trial
-            if quiet.weight == 0 or math.isinf(noisy.weight) or _near(best, self.space, noisy):
+            if quiet.weight == 0 or math.isinf(noisy.weight) or _saved(best, self.space, noisy) < _LITTLE:
                 break
             error = trial.result.error if trial is not None else math.nan
             point = frontier.between(noisy, quiet, self.aim(point, error, noisy, quiet, turn))
             if not best.passed and (point is None or self.left == 1):
                 point = quiet
-        if best.passed and not _near(best, self.space, noisy):
+        if best.passed and not 0 <= _saved(best, self.space, noisy) < _LITTLE:
             best = self.refined(best, noise)
         self.explain(best, noise)
         return best
@@ -304,7 +304,7 @@ class _Search:
             raised = tuple(name for name in best.raised if name not in chunk)
             lowered = self.space.ordered([*best.lowered, *(name for name in self.space.lowerable if name in chunk)])
             plan = self.space.plan(raised, lowered)
-            if plan is not None and plan.traffic.result <= _NEAR * best.traffic:
+            if plan is not None and plan.traffic.result <= (1 - _LITTLE) * best.traffic:
                 trial = self.trial(_step(raised, lowered), raised, lowered)
                 if trial is not None and trial.passed:
                     best = trial
@@ -352,10 +352,10 @@ class _Search:
         return dict(count.most_common())
 
 
-def _near(best: Trial, space: Space, noisy: Point) -> bool:
-    """Whether a plan that passes is found, and one that fails saves hardly more."""
+def _saved(best: Trial, space: Space, noisy: Point) -> float:
+    """The share of bytes that a plan which fails would save of one that passes; all of them if none passes yet."""
     plan = space.plan(noisy.raised, noisy.lowered)
-    return best.passed and plan is not None and plan.traffic.result > _NEAR * best.traffic
+    return 1 - plan.traffic.result / best.traffic if best.passed and plan is not None else 1.0
 
 
 def _step(raised: Sequence[str], lowered: Sequence[str]) -> str:

@@ -72,8 +72,8 @@ class Space:
                 self._plans[raised, lowered] = None
         return self._plans[raised, lowered]
 
-    def cheapest(self, noise: Mapping[str, float], weight: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What to raise and what to lower for the least of traffic and noise together.
+    def cheapest(self, noise: Mapping[str, float], weight: float) -> tuple[tuple[str, ...], tuple[str, ...], set[str]]:
+        """What to raise, what to lower, and what of both is 16-bit then, for the least of traffic and noise together.
 
         Minimum of ``traffic + weight · Σ noise of 16-bit nodes``, where a heavy node in fp32 counts as its traffic thrice more, as much as
         Casts around it can cost: 16 bits speed up what it computes, too. One minimum cut finds it.
@@ -101,7 +101,7 @@ class Space:
         heavy = self.ordered(name for name in high if name in self._heavy)
         rest = self.plan(heavy, lowered)
         left = {label(node) for node, found in rest.nodes.items() if found.precision != "fp32"} if rest else set(high)
-        return self.ordered([*heavy, *(name for name in high if name in left)]), lowered
+        return self.ordered([*heavy, *(name for name in high if name in left)]), lowered, low
 
     def share(self, plan: Plan) -> float:
         """16-bit share of what fp32 nodes of the source read and write, in elements."""
