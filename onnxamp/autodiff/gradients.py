@@ -80,6 +80,9 @@ def prepare(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Mo
     """A private copy that can be differentiated: functions inlined, typed, integer constants and sequences folded, training
     BatchNormalization decomposed."""
     result = prepared(model)
+    if result.ir_version < 4:  # where every initializer, also one that is added, must be an input
+        result.graph.inputs[:] = [value for value in result.graph.inputs if not value.is_initializer()]
+        result.ir_version = 4
     settle(result)
     DecomposeBatchNorm()(result)
     return result

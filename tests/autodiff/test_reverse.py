@@ -154,6 +154,15 @@ def test_initializers_become_inputs_with_their_values_and_the_source_stays():
     np.testing.assert_array_equal(got["grad/x"], [1, 2])
 
 
+def test_below_ir_4_where_every_initializer_is_an_input():
+    text = "g (float[2] x, float[2] w) => (float y) <float[2] w = {2, 3}> { a = Mul(x, w) y = ReduceSum<keepdims=0>(a) }"
+    source = parse(text)
+    source.ir_version = 3
+    found = run(gradient_model(source), {"x": np.array([4, 5], np.float32)})
+    np.testing.assert_array_equal(found["grad/w"], [4, 5])
+    np.testing.assert_array_equal(found["grad/x"], [2, 3])
+
+
 def test_a_name_that_is_taken_is_not_lost():
     text = 'g (float[2] x) => (float y) { "grad/x" = Mul(x, x) y = ReduceSum<keepdims=0>("grad/x") }'.replace('"', "")
     text = text.replace("grad/x", "gradx")
