@@ -18,7 +18,7 @@ from onnxamp.trainer.checkpoint import write_text
 from onnxamp.trainer.data import open_data
 from onnxamp.trainer.export import read_trained
 from onnxamp.trainer.fit import History, fit
-from onnxamp.trainer.metrics import Metric
+from onnxamp.trainer.metric import Metric
 from onnxamp.trainer.position import INTERRUPTED, End, FitState
 from onnxamp.trainer.progress import Progress, amount
 from onnxamp.trainer.run import Run

@@ -19,7 +19,7 @@ from onnxamp.trainer.batch import BatchCheck, CheckedBatch
 from onnxamp.trainer.device import Device
 from onnxamp.trainer.evaluator import Evaluator, without_loss
 from onnxamp.trainer.inference import Trained
-from onnxamp.trainer.metrics import Metric
+from onnxamp.trainer.metric import Metric
 from onnxamp.trainer.outputs import joined, label_name, prediction
 from onnxamp.training.bundle import Bundle
 from onnxamp.training.evaluation import evaluation_graph

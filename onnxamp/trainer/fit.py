@@ -13,7 +13,8 @@ from onnxamp.trainer.batches import Batches, Share, bind
 from onnxamp.trainer.callbacks import Callback, WindowResult
 from onnxamp.trainer.cause import Cause
 from onnxamp.trainer.data import Array, open_data
-from onnxamp.trainer.metrics import Metric, metrics_of
+from onnxamp.trainer.metric import Metric
+from onnxamp.trainer.metrics import metrics_of
 from onnxamp.trainer.position import INTERRUPTED, FitState, Step, Steps
 
 

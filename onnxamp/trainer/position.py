@@ -20,7 +20,7 @@ from onnxamp.trainer.batches import Batches, Locate
 from onnxamp.trainer.cause import Cause
 from onnxamp.trainer.collective import Collective
 from onnxamp.trainer.data import Batch, Field
-from onnxamp.trainer.metrics import Metric
+from onnxamp.trainer.metric import Metric
 
 INTERRUPTED = "interrupted"
 """The reason of a run that a signal ended."""

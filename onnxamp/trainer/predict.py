@@ -16,7 +16,8 @@ from onnxamp.ort.session import SessionConfig, open_session, run
 from onnxamp.trainer.batches import Batches, Binding, bind
 from onnxamp.trainer.checkpoint import atomic, disk_error
 from onnxamp.trainer.data import Array, Arrays, Field, open_data
-from onnxamp.trainer.metrics import Metric, metrics_of
+from onnxamp.trainer.metric import Metric
+from onnxamp.trainer.metrics import metrics_of
 from onnxamp.trainer.outputs import joined, label_name, metric_options, prediction
 from onnxamp.training.bundle import Bundle
 

@@ -29,7 +29,8 @@ from onnxamp.trainer.fit import History, fit
 from onnxamp.trainer.gradient import Gradient
 from onnxamp.trainer.inference import Trained
 from onnxamp.trainer.loop import StepResult, Window, WindowLoop
-from onnxamp.trainer.metrics import Metric, metrics_of
+from onnxamp.trainer.metric import Metric
+from onnxamp.trainer.metrics import metrics_of
 from onnxamp.trainer.outputs import metric_options
 from onnxamp.trainer.program import Place, Program, Results, segment_scalars
 from onnxamp.trainer.update import Update

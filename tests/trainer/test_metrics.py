@@ -11,7 +11,9 @@ import sklearn.metrics as sk
 import torch
 
 from onnxamp.errors import DataError, UsageError
-from onnxamp.trainer.metrics import Function, Metric, TopK, metric
+from onnxamp.trainer.classification import TopK
+from onnxamp.trainer.metric import Metric
+from onnxamp.trainer.metrics import Function, metric
 
 RNG = np.random.default_rng(0)
 N, C = 203, 7
