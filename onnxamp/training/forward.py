@@ -13,6 +13,7 @@ from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model import io, types
 from onnxamp.model.inlining import inline_float_functions
 from onnxamp.model.naming import unique
+from onnxamp.passes.expands import PlainExpands
 from onnxamp.passes.integers import settle
 from onnxamp.passes.reshapes import ConstantReshapes
 from onnxamp.training.loss_model import join
@@ -127,6 +128,9 @@ def training_form(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, c
             node.resize_inputs(2)
     types.infer(model)
     settle(model)
+    if PlainExpands()(model).modified:
+        types.infer(model)
+        settle(model)
     ConstantReshapes()(model)
     return model
 
