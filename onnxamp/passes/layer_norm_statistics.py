@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnxamp.model.constants import add_initializer
+from onnxamp.model.naming import Names
 from onnxamp.model.signatures import operator_name
 
 
@@ -16,35 +18,32 @@ class LayerNormStatisticsPass(ir.passes.InPlacePass):
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        changed = 0
+        changed, names = 0, Names(model)
         for node in list(model.graph):
             x = node.inputs[0] if operator_name(node) == "LayerNormalization" else None
             if x is None or x.shape is None or x.dtype != ir.DataType.FLOAT or len(node.outputs) < 2:
                 continue
-            _write_out(model.graph, node, x, len(x.shape))
+            _write_out(model.graph, node, x, len(x.shape), names)
             changed += 1
         return ir.passes.PassResult(model, modified=bool(changed))
 
 
-def _write_out(graph: ir.Graph, node: ir.Node, x: ir.Value, rank: int) -> None:
+def _write_out(graph: ir.Graph, node: ir.Node, x: ir.Value, rank: int, names: Names) -> None:
     first = node.attributes.get_int("axis", -1) % rank
     name = str(node.outputs[0].name)
     made: list[ir.Node] = []
 
     def add(operator: str, *inputs: ir.Value, result: ir.Value | None = None) -> ir.Value:
-        new = ir.node(operator, inputs, name=f"{name}/{operator}_{len(made)}")
+        new = ir.node(operator, inputs, name=names.node(f"{name}/{operator}_{len(made)}"))
         new.metadata_props.update(node.metadata_props)
-        new.outputs[0].name = new.name
+        new.outputs[0].name = names.value(f"{name}/{operator}_{len(made)}")
         new.outputs[0].type = x.type
         new.outputs[0].shape = result.shape if result is not None else x.shape
         made.append(new)
         return new.outputs[0]
 
     def constant(what: str, array: np.ndarray) -> ir.Value:
-        tensor = ir.tensor(array, name=f"{name}/{what}")
-        value = ir.Value(name=tensor.name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=tensor.shape)  # type: ignore[arg-type]  # a tensor's shape is fixed
-        graph.register_initializer(value)
-        return value
+        return add_initializer(graph, names.value(f"{name}/{what}"), array)
 
     axes = list(range(first, rank))
     listed = constant("axes", np.asarray(axes, np.int64)) if graph.opset_imports.get("", 0) >= 18 else None
@@ -67,5 +66,5 @@ def _write_out(graph: ir.Graph, node: ir.Node, x: ir.Value, rank: int) -> None:
     for old, new in zip(node.outputs[1:], found, strict=True):
         old_name = old.name
         old.replace_all_uses_with(new, replace_graph_outputs=True)
-        old.name, new.name = f"{name}/unused_{old.index()}", old_name
+        old.name, new.name = names.value(f"{name}/unused_{old.index()}"), old_name
     node.resize_outputs(1)

@@ -7,6 +7,8 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from onnxamp.model.constants import add_initializer
+from onnxamp.model.naming import Names
 from onnxamp.model.signatures import operator_name
 
 
@@ -19,8 +21,9 @@ class ScatterRowsPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = [node for node in model.graph if operator_name(node) == "ScatterND" and _suits(node)]
+        names = Names(model)
         for node in nodes:
-            _rewrite(model.graph, node)
+            _rewrite(model.graph, node, names)
         return ir.passes.PassResult(model, modified=bool(nodes))
 
 
@@ -32,7 +35,7 @@ def _suits(node: ir.Node) -> bool:
     return add and data.shape.is_static() and indices.shape[-1] == 1
 
 
-def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
+def _rewrite(graph: ir.Graph, node: ir.Node, names: Names) -> None:
     data, indices, updates = node.inputs
     result, name = node.outputs[0], str(node.outputs[0].name)
     assert data is not None and data.shape is not None and indices is not None and updates is not None  # noqa: PT018 (for mypy)
@@ -40,17 +43,12 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     width = math.prod(rest)
 
     def shape(what: str, sizes: list[int]) -> ir.Value:
-        tensor = ir.tensor(np.asarray(sizes, np.int64), name=f"{name}/{what}")
-        value = ir.Value(
-            name=tensor.name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape([len(sizes)])
-        )
-        graph.register_initializer(value)
-        return value
+        return add_initializer(graph, names.value(f"{name}/{what}"), np.asarray(sizes, np.int64))
 
     def add(operator: str, what: str, *inputs: ir.Value, **attributes: int | str) -> ir.Value:
-        made = ir.node(operator, inputs, attributes or None, name=f"{name}/{what}")
+        made = ir.node(operator, inputs, attributes or None, name=names.node(f"{name}/{what}"))
         made.metadata_props.update(node.metadata_props)
-        made.outputs[0].name, made.outputs[0].type = made.name, inputs[0].type
+        made.outputs[0].name, made.outputs[0].type = names.value(f"{name}/{what}"), inputs[0].type
         graph.insert_before(node, made)
         return made.outputs[0]
 

@@ -9,7 +9,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from onnxamp.model.constants import add_initializer
+from onnxamp.model.naming import Names
 from onnxamp.model.signatures import operator_name
+from onnxamp.model.units import producer
 
 _BACKWARD = "onnxamp.backward"
 
@@ -30,14 +33,14 @@ class WeightGradientPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         forward = {name: node for node in graph if operator_name(node) == "Conv" for name in _names(node)}
-        changed = 0
+        changed, names = 0, Names(model)
         for node in list(graph):
             conv = forward.get(node.metadata_props.get(_BACKWARD, ""))
             if conv is None or operator_name(node) != "Reshape" or not _suits(conv):
                 continue
             g = _gradient(node, conv)
             if g is not None:
-                _rewrite(graph, node, conv, g)
+                _rewrite(graph, node, conv, g, names)
                 changed += 1
         if changed:
             RemoveUnusedNodesPass()(model)
@@ -86,11 +89,11 @@ def _gradient(node: ir.Node, conv: ir.Node) -> ir.Value | None:
 
 
 def _producer(value: ir.Value | None, operator: str) -> ir.Node | None:
-    node = value.producer() if value is not None else None
+    node = producer(value)
     return node if node is not None and operator_name(node) == operator else None
 
 
-def _rewrite(graph: ir.Graph, node: ir.Node, conv: ir.Node, g: ir.Value) -> None:
+def _rewrite(graph: ir.Graph, node: ir.Node, conv: ir.Node, g: ir.Value, names: Names) -> None:
     x, weight = conv.inputs[:2]
     assert x is not None and weight is not None and weight.shape is not None  # noqa: PT018 (for mypy)
     kernel = [int(size) for size in weight.shape.numpy()[2:]]
@@ -107,18 +110,14 @@ def _rewrite(graph: ir.Graph, node: ir.Node, conv: ir.Node, g: ir.Value) -> None
     def add(operator: str, *inputs: ir.Value, **given: object) -> ir.Value:
         made = ir.node(operator, inputs, given or None)  # type: ignore[arg-type]  # its type is too wide to name
         made.metadata_props.update(node.metadata_props)
-        made.name = made.outputs[0].name = f"{name}/{operator}_of_{inputs[0].name}"
+        called = f"{name}/{operator}_of_{inputs[0].name}"
+        made.name, made.outputs[0].name = names.node(called), names.value(called)
         made.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
         graph.insert_before(node, made)
         return made.outputs[0]
 
     def constant(what: str, numbers: list[int]) -> ir.Value:
-        tensor = ir.tensor(np.asarray(numbers, np.int64), name=f"{name}/{what}")
-        value = ir.Value(
-            name=tensor.name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape([len(numbers)])
-        )
-        graph.register_initializer(value)
-        return value
+        return add_initializer(graph, names.value(f"{name}/{what}"), np.asarray(numbers, np.int64))
 
     found = add("Conv", add("Transpose", x, perm=swap), add("Transpose", g, perm=swap), **attributes)
     if any(stride > 1 for stride in strides):
