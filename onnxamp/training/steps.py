@@ -17,7 +17,7 @@ from onnxamp.training import fragment
 from onnxamp.training.fragment import BOOL, FLOAT, INT64, Fragment
 from onnxamp.training.layout import Layout
 from onnxamp.training.manifest import BLOCK, REPORT, WINDOW, WINDOW_SIZE, GraphPorts, Port
-from onnxamp.training.optimizers import Optimizer
+from onnxamp.training.optimizers import Optimizer, Values
 from onnxamp.training.scaler import LossScale, ScaleState
 from onnxamp.training.schedules import Schedule, learning_rate
 
@@ -63,7 +63,6 @@ def reduce_graph(recipe: Recipe, layout: Layout) -> tuple[ir.Model, GraphPorts]:
     """The graph that ends a window: flags, norm, and every scalar of the step."""
     op = fragment.graph("onnxamp_reduce")
     length = next(arena.elements for arena in layout.arenas if arena.name == "gradient")
-    statistics = next((arena.elements for arena in layout.arenas if arena.name == "statistics"), None)
     inputs = [
         _Input(op, "gradient", FLOAT, (length,), "arena"),
         _Input(op, "window", FLOAT, (WINDOW_SIZE,), "tensor", "window/window"),
@@ -77,67 +76,19 @@ def reduce_graph(recipe: Recipe, layout: Layout) -> tuple[ir.Model, GraphPorts]:
                 state[tensor.name] = inputs[-1].value
     sums = {name: op.Gather(window, np.asarray(index), axis=0) for index, name in enumerate(WINDOW)}
 
-    op.section("gradient")
-    empty = op.is_zero(sums["weight_sum"])
-    denominator = op.select(empty, 1.0, sums["weight_sum"])
-    factor = op.Div(op.Div(state["seed_divisor"], denominator), state["loss_scale"])
-    # Block by block: a plain sum over millions of FP32 squares loses four digits.
-    squares = op.reduce("ReduceSumSquare", op.Reshape(gradient, [-1, BLOCK]), [1], keepdims=False)
-    norm = op.Mul(op.Sqrt(op.sum_all(squares)), factor)
-    found_inf = op.And(op.Not(op.finite(norm)), op.Not(empty))
-    bad = found_inf
-    if recipe.drops_micro:
-        dropped = op.Greater(sums["dropped"], 0.0)
-        lost = op.And(empty, dropped)  # nothing is left of the window
-        empty = op.And(empty, op.Not(dropped))
-        found_inf = op.Or(found_inf, lost)
-        bad = op.Or(found_inf, dropped)
-    skip = op.Or(empty, found_inf) if recipe.scale.drops else empty
-    ok = op.Not(skip)
-    clip = op.number(1.0)
-    if recipe.clip_norm is not None:
-        clip = op.Min(op.Div(op.number(recipe.clip_norm), op.Add(norm, 1e-6)), op.number(1.0))
-        factor = op.Mul(factor, clip)
-
+    verdict = _judge(op, recipe, gradient, sums, state)
     op.section("step")
     this_step = op.Add(state["step"], 1)
-    rate = learning_rate(op, recipe.schedule, recipe.optimizer.lr, state["step"])
-    results = {"ok": ok, "empty": empty, "found_inf": found_inf, "gradient_factor": factor, "learning_rate": rate}
-    results |= recipe.optimizer.results(op, this_step)
-
-    op.section("loss_scale")
-    before = ScaleState(state["loss_scale"], state["growth_tracker"], state["hysteresis"])
-    after = recipe.scale.next(op, before, bad, empty)
-    skipped = op.And(found_inf, skip)
-    at_floor = op.And(skipped, op.LessOrEqual(state["loss_scale"], recipe.scale.lowest))
-    stuck = op.select(at_floor, op.Add(state["stuck"], 1), 0)
-    new = {
-        "loss_scale": after.scale,
-        "step": op.select(ok, this_step, state["step"]),
-        "growth_tracker": after.growth_tracker,
-        "hysteresis": after.hysteresis,
-        "skipped": op.select(skipped, op.Add(state["skipped"], 1), state["skipped"]),
-        "stuck": op.select(empty, state["stuck"], stuck),
+    results = {
+        "ok": verdict.ok,
+        "empty": verdict.empty,
+        "found_inf": verdict.found_inf,
+        "gradient_factor": verdict.factor,
+        "learning_rate": learning_rate(op, recipe.schedule, recipe.optimizer.lr, state["step"]),
+        **recipe.optimizer.results(op, this_step),
     }
-
-    op.section("report")
-    loss = op.select(empty, 0.0, op.Div(sums["loss_sum"], denominator))
-    if recipe.drops_micro:
-        loss = op.select(lost, math.nan, loss)
-    values = (
-        sums
-        | results
-        | {
-            "loss": loss,
-            "gradient_norm": norm,
-            "clip_coefficient": clip,
-            "loss_scale": state["loss_scale"],
-            "next_loss_scale": new["loss_scale"],
-            **{name: new[name] for name in ("step", "skipped", "stuck")},
-        }
-    )
-    fields = [op.Reshape(op.cast(values[name], FLOAT), [1]) for name in REPORT]
-    report = op.Concat(*fields, axis=0)
+    new = _next(op, recipe, verdict, state, this_step)
+    report = _report(op, verdict, sums | results, state, new)
 
     outputs = [_Output(op, value, name, "result", name) for name, value in results.items()]
     for name, value in new.items():
@@ -145,15 +96,103 @@ def reduce_graph(recipe: Recipe, layout: Layout) -> tuple[ir.Model, GraphPorts]:
             key = f"{'scalars' if name == 'loss_scale' else 'counters'}/{name}"
             outputs.append(_Output(op, value, f"{name}_out", "tensor", key))
     outputs.append(_Output(op, report, "report", "result", "report"))
+    statistics = next((arena.elements for arena in layout.arenas if arena.name == "statistics"), None)
     if statistics is not None:
         committed, work = (
             _Input(op, name, FLOAT, (statistics,), "arena") for name in ("statistics", "statistics_work")
         )
         inputs += [committed, work]
         op.section("statistics")
-        kept = op.select(ok, work.value, committed.value)
+        kept = op.select(verdict.ok, work.value, committed.value)
         outputs.append(_Output(op, kept, "statistics_out", "arena", "statistics", alias="statistics"))
     return fragment.model(op), _ports("reduce.onnx", inputs, outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Verdict:
+    """What is made of a window's gradient.
+
+    Attributes:
+        factor: What the gradient is multiplied by: 1/scale, 1/Σw and the clip coefficient.
+        norm: The global norm, before it is clipped.
+        clip: The clip coefficient.
+        loss: The mean loss of the window.
+        empty: No row had weight.
+        found_inf: The gradient is not finite, or nothing is left of the window.
+        bad: That, or micro-batches were left out: what the loss scale hears.
+        ok: The step is applied.
+        skipped: It is not, because of the gradient.
+    """
+
+    factor: ir.Value
+    norm: ir.Value
+    clip: ir.Value
+    loss: ir.Value
+    empty: ir.Value
+    found_inf: ir.Value
+    bad: ir.Value
+    ok: ir.Value
+    skipped: ir.Value
+
+
+def _judge(op: Fragment, recipe: Recipe, gradient: ir.Value, sums: Values, state: Values) -> _Verdict:
+    """Norm, flags and factor of the gradient."""
+    op.section("gradient")
+    empty = op.is_zero(sums["weight_sum"])
+    denominator = op.select(empty, 1.0, sums["weight_sum"])
+    factor = op.Div(op.Div(state["seed_divisor"], denominator), state["loss_scale"])
+    # Block by block: a plain sum over millions of FP32 squares loses four digits.
+    squares = op.reduce("ReduceSumSquare", op.Reshape(gradient, [-1, BLOCK]), [1], keepdims=False)
+    norm = op.Mul(op.Sqrt(op.sum_all(squares)), factor)
+    found_inf = bad = op.And(op.Not(op.finite(norm)), op.Not(empty))
+    loss = op.Div(sums["loss_sum"], denominator)
+    if recipe.drops_micro:
+        dropped = op.Greater(sums["dropped"], 0.0)
+        lost = op.And(empty, dropped)  # nothing is left of the window
+        empty = op.And(empty, op.Not(dropped))
+        found_inf = op.Or(found_inf, lost)
+        bad = op.Or(found_inf, dropped)
+        loss = op.select(lost, math.nan, loss)
+    skip = op.Or(empty, found_inf) if recipe.scale.drops else empty
+    clip = op.number(1.0)
+    if recipe.clip_norm is not None:
+        clip = op.Min(op.Div(op.number(recipe.clip_norm), op.Add(norm, 1e-6)), op.number(1.0))
+        factor = op.Mul(factor, clip)
+    return _Verdict(
+        factor, norm, clip, op.select(empty, 0.0, loss), empty, found_inf, bad, op.Not(skip), op.And(found_inf, skip)
+    )
+
+
+def _next(op: Fragment, recipe: Recipe, verdict: _Verdict, state: Values, this_step: ir.Value) -> Values:
+    """The loss scale and the counters after the window."""
+    op.section("loss_scale")
+    before = ScaleState(state["loss_scale"], state["growth_tracker"], state["hysteresis"])
+    after = recipe.scale.next(op, before, verdict.bad, verdict.empty)
+    at_floor = op.And(verdict.skipped, op.LessOrEqual(state["loss_scale"], recipe.scale.lowest))
+    stuck = op.select(at_floor, op.Add(state["stuck"], 1), 0)
+    return {
+        "loss_scale": after.scale,
+        "step": op.select(verdict.ok, this_step, state["step"]),
+        "growth_tracker": after.growth_tracker,
+        "hysteresis": after.hysteresis,
+        "skipped": op.select(verdict.skipped, op.Add(state["skipped"], 1), state["skipped"]),
+        "stuck": op.select(verdict.empty, state["stuck"], stuck),
+    }
+
+
+def _report(op: Fragment, verdict: _Verdict, values: Values, state: Values, new: Values) -> ir.Value:
+    """The fields of `manifest.REPORT` in one tensor."""
+    op.section("report")
+    values = {
+        **values,
+        "loss": verdict.loss,
+        "gradient_norm": verdict.norm,
+        "clip_coefficient": verdict.clip,
+        "loss_scale": state["loss_scale"],
+        "next_loss_scale": new["loss_scale"],
+        **{name: new[name] for name in ("step", "skipped", "stuck")},
+    }
+    return op.Concat(*(op.Reshape(op.cast(values[name], FLOAT), [1]) for name in REPORT), axis=0)
 
 
 def update_graph(recipe: Recipe, results: GraphPorts) -> tuple[ir.Model, GraphPorts]:
