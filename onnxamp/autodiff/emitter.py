@@ -18,7 +18,8 @@ Operand = ir.Value | np.ndarray | float | int | Sequence[int] | None
 
 FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE})
 
-# Operators that run in FP32 between Casts because ONNX Runtime's CUDA provider has no kernel in the low type (1.31).
+# Operators that run in FP32 between Casts because ONNX Runtime's CUDA provider has no kernel in the low type (1.31). A gradient graph by
+# itself, as of `gradient_model`, has no target, and these lists are all it has; training asks the target's table too (`JointPlan`).
 _FP32_FOR_FLOAT16 = frozenset({"GridSample", "Range", "EyeLike"})
 _FP32_FOR_BFLOAT16 = _FP32_FOR_FLOAT16 | frozenset(
     [
