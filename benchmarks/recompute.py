@@ -1,9 +1,9 @@
 """Peak memory and time of training steps with and without `memory_budget`, for a 12-layer GPT; gradients bit for bit.
 
-    python benchmarks/recompute.py [--share 0.35] [--level O0] [--rows 8]
+    python benchmarks/recompute.py [--share 0.3] [--level O0] [--rows 8]
 
-Each measurement is a process of its own; peak memory is the growth of its resident set from before the first step. Times are medians of
-steps.
+Each measurement is a process of its own with one thread; peak memory is the growth of its resident set from before the first step. Times
+are processor time, which a busy machine disturbs less: medians of steps, and the least of three interleaved measurements.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def one(path: str, rows: int, steps: int) -> None:
     before = _status("VmRSS")
     times = []
     for _ in range(steps):
-        began = time.perf_counter()
+        began = time.process_time()
         trainer.micro_step(batch)
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
     digest = hashlib.sha256()
     for arena in ("gradient", "master"):
         for name, value in sorted(trainer._arenas.values(arena).items()):
@@ -105,7 +105,7 @@ def _status(name: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--share", type=float, nargs="*", default=[0.5, 0.35, 0.25])
+    parser.add_argument("--share", type=float, nargs="*", default=[0.42, 0.3])
     parser.add_argument("--level", default="O0")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
@@ -150,7 +150,9 @@ def main() -> None:
     print(
         f"{LAYERS} layers, width {WIDTH}, {TOKENS} tokens, {arguments.rows} rows, {arguments.level}, Dropout 0.1; modelled: {need:,} bytes"
     )
-    print("| bundle | peak growth, MB | of the first | s per step | of the first | bits |\n|---|---|---|---|---|---|")
+    print(
+        "| bundle | peak growth, MB | of the first | processor s per step | of the first | bits |\n|---|---|---|---|---|---|"
+    )
     first = None
     for name, runs in found.items():
         size, seconds = min(run["bytes"] for run in runs), min(run["time"] for run in runs)
