@@ -3,8 +3,9 @@
     python benchmarks/examples.py [--only README regression ...] [--json FILE]
 
 Clones this repository (what is committed), makes a virtual environment as the README says, and runs the blocks of its section "Train":
-first the commands, then the Python. Then `pip install -e '.[examples]'` into the same environment, and each script of `examples/` in a folder
-of its own. An example asserts the result that it states; of the README the line "above X" in a block is compared with the last accuracy printed.
+first the commands, then the Python. Then `pip install -e '.[examples]'` into the same environment, and each script of `examples/` in a
+folder of its own. An example asserts the result that it states; of the README the line "above X" in a block is compared with the last
+accuracy printed.
 """
 
 import argparse
@@ -62,6 +63,7 @@ def readme(clone: Path, environment: dict[str, str], scratch: Path) -> list[Outc
         passed = code == 0 and bool(stated) and bool(reached) and reached[-1] > stated[0]
         said = f"accuracy {reached[-1]:g}, stated: above {stated[0]:g}" if stated and reached else out.strip()[-300:]
         found.append(Outcome(f"README, {language}", passed, seconds, said))
+        print(found[-1], flush=True)
     return found
 
 
