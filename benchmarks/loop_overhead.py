@@ -4,9 +4,9 @@
 
 Trains the CNN of `models/` on its digits with the callbacks of the command: records, a checkpoint per epoch, status lines. The gradient's
 run is drawn out to 50 ms, by running it again and again, or by sleep, after which the caches are as cold. What a window of one
-micro-step takes besides the runtime's runs is the loop's: from the end of one window to the end of the next, callbacks included, in wall time and in
-processor time of the training thread; the checkpoint at the end of an epoch counts in the mean, not in the median. The thread that reads
-ahead works while the runtime computes; its processor time is told apart.
+micro-step takes besides the runtime's runs is the loop's: from the end of one window to the end of the next, callbacks included, in
+wall time and in processor time of the training thread; the checkpoint at the end of an epoch counts in the mean, not in the median. The
+thread that reads ahead works while the runtime computes; its processor time is told apart.
 """
 
 import argparse
