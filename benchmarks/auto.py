@@ -252,7 +252,8 @@ def table(log: pathlib.Path) -> str:
         if "error" in row:
             lines.append(f"{head} {row['error']} |" + " |" * 9)
             continue
-        verdict = "" if row["feasible"] else f" (infeasible: the weights alone give {row['weights']:.6f})"
+        verdict = "" if row["weights"] is None else f" (rounding O2's weights alone: {row['weights']:.6f})"
+        verdict += "" if row["feasible"] else " infeasible"
         why = ", ".join(f"{count} {reason}" for reason, count in row.get("remaining", {}).items())
         lines.append(
             f"{head} {row['share'][0]:.3f} | {row['cosine'][0]:.6f} | {row['share'][1]:.3f} | "

@@ -255,7 +255,7 @@ def page_of(model: str, found: SearchResult, wanted: Asked) -> str:
         Figures(
             [
                 ("16-bit work", f"{100 * best.share:.1f}%", f"O2 alone {100 * first.share:.1f}%"),
-                ("cosine", f"{best.result.worst.cosine:.6f}", f"O2 alone {first.result.worst.cosine:.6f}"),
+                ("cosine", f"{best.result.worst.cosine:.7f}", f"O2 alone {first.result.worst.cosine:.7f}"),
                 ("evaluations", str(len(found.trials)), f"on {pathlib.PurePath(found.data).name}"),
                 ("tolerance", ", ".join(bounds), "met" if found.feasible else "infeasible"),
             ]
