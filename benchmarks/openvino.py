@@ -1,7 +1,7 @@
 """Training steps on the OpenVINO provider, in FP32 and with its bf16 hint, against PyTorch, interleaved; and their loss curves.
 
     python benchmarks/openvino.py                  # writes benchmarks/results/openvino.md
-    python benchmarks/openvino.py --model resnet --rounds 5 --no-write
+    python benchmarks/openvino.py --model resnet --engine "OpenVINO f32" --no-write
 
 Needs an environment of its own: `pip install 'onnxamp[openvino]' torch onnxscript`. The graph is the FP32 one at every precision: OpenVINO
 chooses by its precision hint where it computes in bf16, and the policy of onnxamp has no part in it. The hint does nothing on a
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import os
 import re
 import statistics
@@ -27,8 +28,6 @@ import onnx
 sys.path.insert(0, str(Path(__file__).parent))
 from train_models import export, make
 
-REFERENCE = "PyTorch fp32"
-CURVE = 20
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -84,49 +83,61 @@ def onnxamp_step(
     return lambda: trainer.micro_step(batch).loss
 
 
+def engines(model: str, threads: int) -> dict[str, Callable[[], Callable[[], float]]]:
+    """What makes the step of each engine."""
+    ours = functools.partial(onnxamp_step, model, threads)
+    return {
+        "PyTorch bf16 autocast": lambda: torch_step(model, threads, True),
+        "CPU provider": lambda: ours("cpu"),
+        "OpenVINO f32": lambda: ours("openvino", hint("f32", threads)),
+        "OpenVINO bf16": lambda: ours("openvino", hint("bf16", threads)),
+        "OpenVINO f32, fixed batch": lambda: ours("openvino", hint("f32", threads), fixed=True),
+        "OpenVINO bf16, fixed batch": lambda: ours("openvino", hint("bf16", threads), fixed=True),
+    }
+
+
+def row(model: str, engine: str, times: list[list[float]], curves: list[list[float]]) -> str:
+    """A line of the table from times in ms and losses of the engine and of PyTorch; the first two steps, which compile, are not timed."""
+    timed = list(zip(*times, strict=True))
+    timed = timed[2:] or timed[1:]
+    ours, theirs = (statistics.median(column) for column in zip(*timed, strict=True))
+    ratio = statistics.median(a / b for a, b in timed)
+    found, exact = map(np.array, curves)
+    apart = float(np.max(np.abs(found - exact) / exact))
+    return f"| {model} | {engine} | {ours:.0f} | {theirs:.0f} | {ratio:.2f} | {len(found)} | {found[-1]:.5f} | {apart:.1e} |"
+
+
 def main() -> None:
     """Measure and record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", nargs="*", default=["resnet", "gpt"])
-    parser.add_argument("--rounds", type=int, default=15, help=f"how many of the last of {CURVE} steps are timed")
+    parser.add_argument("--engine", nargs="*", help="names as in the table; all by default")
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="cpu: processor time, for a machine that is not idle"
     )
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
-    threads, now = arguments.threads, CLOCKS[arguments.clock]
-    lines = ["| model | engine | step, ms | ratio to PyTorch fp32 | last loss | apart |", "|---|---|---|---|---|---|"]
+    now = CLOCKS[arguments.clock]
+    lines = []
     for model in arguments.model:
-        steps = {
-            REFERENCE: torch_step(model, threads, False),
-            "PyTorch bf16 autocast": torch_step(model, threads, True),
-            "CPU provider": onnxamp_step(model, threads, "cpu"),
-            "OpenVINO f32": onnxamp_step(model, threads, "openvino", hint("f32", threads)),
-            "OpenVINO bf16": onnxamp_step(model, threads, "openvino", hint("bf16", threads)),
-            "OpenVINO f32, fixed batch": onnxamp_step(model, threads, "openvino", hint("f32", threads), fixed=True),
-            "OpenVINO bf16, fixed batch": onnxamp_step(model, threads, "openvino", hint("bf16", threads), fixed=True),
-        }
-        curves: dict[str, list[float]] = {name: [] for name in steps}
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(CURVE):  # the first steps compile and warm up; the last ones are the rounds
-            for name, step in steps.items():
-                start = now()
-                curves[name].append(step())
-                times[name].append(1e3 * (now() - start))
-        exact = np.array(curves[REFERENCE])
-        for name, values in times.items():
-            measured = list(zip(values, times[REFERENCE], strict=True))[-arguments.rounds :]
-            ratio = statistics.median(a / b for a, b in measured)
-            step = statistics.median(a for a, _ in measured)
-            apart = float(np.max(np.abs(np.array(curves[name]) - exact) / exact))
-            lines.append(f"| {model} | {name} | {step:.0f} | {ratio:.2f} | {curves[name][-1]:.5f} | {apart:.1e} |")
+        makers = engines(model, arguments.threads)
+        for engine in arguments.engine or makers:
+            steps = [makers[engine](), torch_step(model, arguments.threads, False)]
+            times, curves = ([[], []] for _ in range(2))
+            for _ in range(arguments.steps):
+                for index, step in enumerate(steps):
+                    start = now()
+                    curves[index].append(step())
+                    times[index].append(1e3 * (now() - start))
+            lines.append(row(model, engine, times, curves))
             print(lines[-1], flush=True)
     if not arguments.no_write:
-        write(lines, arguments)
+        write(lines, arguments.threads, arguments.clock)
 
 
-def write(lines: list[str], arguments: argparse.Namespace) -> None:
+def write(lines: list[str], threads: int, clock: str) -> None:
     """Write the results file."""
     import onnxruntime
     import torch
@@ -139,13 +150,15 @@ def write(lines: list[str], arguments: argparse.Namespace) -> None:
     )
     text = f"""# Training steps on the OpenVINO provider
 
-{datetime.date.today()}, {name} ({", ".join(units)}), {arguments.threads} threads, onnxruntime-openvino {onnxruntime.__version__},
+{datetime.date.today()}, {name} ({", ".join(units)}), threads: {threads}, onnxruntime-openvino {onnxruntime.__version__},
 PyTorch {torch.__version__}.{real}
-Made by `python benchmarks/openvino.py`: AdamW, FP32 graphs, {CURVE} steps on one batch, the engines in turns at each step;
-{arguments.clock} time, medians of the last {arguments.rounds} steps. Load average {os.getloadavg()[1]:.1f}: where that
-is above {arguments.threads}, other programs ran, and only ratios mean something. `apart`: largest relative
-difference of a loss from PyTorch's in FP32.
+Made by `python benchmarks/openvino.py`: AdamW, FP32 graphs, one batch. Each engine has a run in which it and PyTorch in FP32 take turns at
+each step; {clock} time, medians of all but the first steps. Load average {os.getloadavg()[1]:.1f}: where that is above the
+number of threads, other programs ran, and only ratios mean something. `apart`: largest relative difference of a loss
+from PyTorch's in FP32.
 
+| model | engine | step, ms | PyTorch fp32, ms | ratio | steps | last loss | apart |
+|---|---|---|---|---|---|---|---|
 {chr(10).join(lines)}
 """
     target = Path(__file__).parent / "results" / "openvino.md"

@@ -336,3 +336,13 @@ def test_nodes_run_in_the_order_of_the_file_when_asked(tmp_path: pathlib.Path) -
         orders[file_order] = [e["args"]["op_name"] for e in events if e["name"].endswith("_kernel_time")]
     assert orders[True] == ["Exp", "Neg", "Sqrt", "Abs"]
     assert orders[False] != orders[True]
+
+
+def test_a_node_that_openvino_does_not_read_is_named():
+    text = (
+        "[OpenVINO-EP] Exception while Reading network: Check 'false' failed at src/frontends/onnx/frontend.cpp:221:\n"
+        "While validating ONNX node '<Node(ScatterND): grad/tokens>':\nUnsupported value of attribute: `reduction`."
+    )
+    error = session._load_error(RuntimeError(text), "model.onnx")
+    assert isinstance(error, UnsupportedError)
+    assert str(error).startswith("OpenVINO does not take ScatterND 'grad/tokens' of model.onnx")
