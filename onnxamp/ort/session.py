@@ -255,7 +255,7 @@ def to_numpy(value: Any) -> Any:
 
 
 # How OpenVINO's reader of ONNX names a node that it does not take.
-_REFUSED = re.compile(r"While validating ONNX node '<Node\((\w+)\): (.*?)>':? ?(.*)")
+_REFUSED = re.compile(r"While validating ONNX node '<Node\((\w+)\): (.*?)>':?\s*([^\n]*)")
 # What ONNX Runtime says of an operator that it has no schema of.
 _UNKNOWN = re.compile(r"([\w.]*):(\w+)\(-?\d+\) is not a registered function/op|No Op registered for (\w+) ")
 
