@@ -161,51 +161,34 @@ def eval_graph(task: Task, statistics: Sequence[str] = (), file: str = "eval.onn
 def grad_graph(task: Task) -> GradGraph:
     """Forward, loss, backward, accumulation."""
     built = _Graph(task, list(dict.fromkeys(task.predictions)))
-    op, graph = built.op, built.model.graph
+    graph = built.model.graph
     accumulation = Accumulation(built, task.drops_micro)
     scale = built.take("amp.loss_scale", FLOAT, (), "tensor", "scalars/loss_scale")
     divisor = built.take("amp.seed_divisor", FLOAT, (), "tensor", "scalars/seed_divisor")
     _drop(built, accumulation)
-    norms = [
-        batch_norm.replace(op, node)
-        for node in list(graph)
-        if node.op_type == "BatchNormalization" and node.domain == "" and node.name in task.trained_norms
-    ]
-    graph.sort()
-    read = dict(
-        zip(dict.fromkeys(task.predictions), graph.outputs, strict=True)
-    )  # others, if the last node was replaced
-    built.predictions = [read[name] for name in task.predictions]
-    graph.outputs.clear()
-    op = built.op = Fragment(graph)  # knows nothing of nodes that are gone
+    norms = _with_batch_statistics(built)
     terms = built.objective()
-    op.section("loss")
-    seeds = terms.seeds(op.Div(scale, divisor))
+    built.op.section("loss")
+    seeds = terms.seeds(built.op.Div(scale, divisor))
     wrt = [value for entry in built.entries for value in (entry.master, entry.low) if value is not None]
     written = None
     if task.engine == "native":
         slopes = backward(graph, seeds, wrt)
     else:
-        written = [batch_norm.write_out(op, norm) for norm in norms]
+        written = [batch_norm.write_out(built.op, norm) for norm in norms]
         slopes = ort_training.backward(built.model, seeds, wrt)
-    op = built.op = Fragment(graph)  # sees the names that backward gave
+    built.op = Fragment(graph)  # sees the names that backward gave
     entries = [entry for entry in built.entries if entry.master in slopes or entry.low in slopes]
     built.add_parameters(entries)
-    gradients = {}
-    for entry in entries:
-        op.section(f"accumulate/{entry.name}")
-        parts = [op.cast(slopes[value], FLOAT) for value in (entry.master, entry.low) if value in slopes]
-        total = parts[0] if len(parts) == 1 else op.Add(*parts)
-        total.shape = ir.Shape(entry.shape)
-        gradients[entry.name] = total
+    gradients = {entry.name: _total(built.op, entry, slopes) for entry in entries}
     accumulation.judge(terms, list(gradients.values()))
     for name, value in gradients.items():
         accumulation.gradient(name, value)
     statistics = _running(built, norms, accumulation, written)
     accumulation.window(terms)
-    empty = op.is_zero(terms.weight_sum)
-    mean = op.Div(terms.loss_sum, op.select(empty, 1.0, terms.weight_sum))
-    built.give(op.select(empty, 0.0, mean), "amp.loss", "result", "loss")
+    empty = built.op.is_zero(terms.weight_sum)
+    mean = built.op.Div(terms.loss_sum, built.op.select(empty, 1.0, terms.weight_sum))
+    built.give(built.op.select(empty, 0.0, mean), "amp.loss", "result", "loss")
     recomputed = None
     if task.memory_budget is not None:
         graph.sort()
@@ -216,6 +199,32 @@ def grad_graph(task: Task) -> GradGraph:
         JointPlan(target)(built.model)
     model, ports = built.finish("grad.onnx")
     return GradGraph(model, ports, tuple(entries), statistics, task.labels or terms.labels, recomputed)
+
+
+def _with_batch_statistics(built: _Graph) -> list[batch_norm.Trained]:
+    """Put stand-ins in the place of the BatchNormalizations that use batch statistics; the graph's outputs become its predictions."""
+    task, graph = built.task, built.model.graph
+    norms = [
+        batch_norm.replace(built.op, node)
+        for node in list(graph)
+        if node.op_type == "BatchNormalization" and node.domain == "" and node.name in task.trained_norms
+    ]
+    graph.sort()
+    # Others than before, if the last node was replaced.
+    read = dict(zip(dict.fromkeys(task.predictions), graph.outputs, strict=True))
+    built.predictions = [read[name] for name in task.predictions]
+    graph.outputs.clear()
+    built.op = Fragment(graph)  # knows nothing of nodes that are gone
+    return norms
+
+
+def _total(op: Fragment, entry: Entry, slopes: dict[ir.Value, ir.Value]) -> ir.Value:
+    """The FP32 gradient of a parameter: the sum of those of its master and its low copy."""
+    op.section(f"accumulate/{entry.name}")
+    parts = [op.cast(slopes[value], FLOAT) for value in (entry.master, entry.low) if value in slopes]
+    total = parts[0] if len(parts) == 1 else op.Add(*parts)
+    total.shape = ir.Shape(entry.shape)
+    return total
 
 
 def _make_room(graph: ir.Graph) -> None:
