@@ -155,7 +155,9 @@ def test_initializers_become_inputs_with_their_values_and_the_source_stays():
 
 
 def test_below_ir_4_where_every_initializer_is_an_input():
-    text = "g (float[2] x, float[2] w) => (float y) <float[2] w = {2, 3}> { a = Mul(x, w) y = ReduceSum<keepdims=0>(a) }"
+    text = (
+        "g (float[2] x, float[2] w) => (float y) <float[2] w = {2, 3}> { a = Mul(x, w) y = ReduceSum<keepdims=0>(a) }"
+    )
     source = parse(text)
     source.ir_version = 3
     found = run(gradient_model(source), {"x": np.array([4, 5], np.float32)})
