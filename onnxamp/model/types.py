@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import onnx
 import onnx.shape_inference
@@ -226,6 +226,7 @@ def _infer_symbolic(model: ir.Model) -> None:
         contextlib.suppress(Exception),
     ):  # one operator it gets wrong ends the walk
         onnx_shape_inference.infer_symbolic_shapes(model, policy="override", warn_on_missing=False)
+    names = {dim.value for _, _, shape, _ in before for dim in shape or () if not isinstance(dim, int)}
     for value, kind, shape, tensor in before:
         if kind is not None:
             value.type = kind
@@ -234,7 +235,7 @@ def _infer_symbolic(model: ir.Model) -> None:
         if shape is not None and (shape.is_static() or value.shape is None or len(value.shape) != len(shape)):
             value.shape = shape
         elif value.shape is not None:
-            value.shape = _sized(value.shape)
+            value.shape = _sized(value.shape, names)
         value.const_value = tensor
     for value, kind, shape in open_values:
         value.type, value.shape = kind, shape
@@ -243,10 +244,15 @@ def _infer_symbolic(model: ir.Model) -> None:
             del value.metadata_props[key]
 
 
-def _sized(shape: ir.Shape) -> ir.Shape:
-    """`shape` with sizes where onnx-shape-inference gives the result of its arithmetic as a name: a dimension called 16."""
-    names = [dim if isinstance(dim, int) else dim.value for dim in shape]
-    return ir.Shape([int(name) if isinstance(name, str) and name.isdecimal() else name for name in names])
+def _sized(shape: ir.Shape, names: Collection[str | None]) -> ir.Shape:
+    """`shape` with sizes where onnx-shape-inference gives the result of its arithmetic as a name: a dimension called 16.
+
+    The source's own `names` stay: a dimension that it calls 16 is free.
+    """
+    dims = [dim if isinstance(dim, int) else dim.value for dim in shape]
+    return ir.Shape(
+        [int(dim) if isinstance(dim, str) and dim.isdecimal() and dim not in names else dim for dim in dims]
+    )
 
 
 @contextlib.contextmanager

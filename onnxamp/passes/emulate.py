@@ -57,9 +57,10 @@ def emulate(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Mo
     result = io.load(model)
     # Shapes stay as declared: a runtime infers the others, and one that inference got wrong would misguide it.
     declared = {value: value.shape for value in all_values(result.graph)}
+    names = {value.name: shape for value, shape in declared.items()} if result.functions else {}
     prepare(result)
-    for value in all_values(result.graph):
-        value.shape = declared.get(value)
+    for value in all_values(result.graph):  # what replaces the result of a call has its name
+        value.shape = declared[value] if value in declared else names.get(value.name)
     _Emulation(result).run()
     return result
 

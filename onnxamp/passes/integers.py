@@ -179,7 +179,9 @@ def _sizes(
         if content is None:
             return None
         operands.append(content)
-    if rank not in (None, operands[0].ndim):
+    # Only what sizes are taken from may be partly known: a bound that is not would be read as the end of the table.
+    fixed = [] if node.op_type == "Concat" else operands[1:]
+    if rank not in (None, operands[0].ndim) or any(None in operand.reshape(-1).tolist() for operand in fixed):
         return None
     try:
         return take(*operands)

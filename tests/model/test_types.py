@@ -47,6 +47,13 @@ def test_a_size_that_follows_by_arithmetic_is_a_number() -> None:
     assert found(inferred(f"{header} {{ {body} }}"))["b"] == (FLOAT, ["n", 16, 12])
 
 
+def test_a_dimension_whose_name_is_a_number_stays_free() -> None:
+    """The source may call a free dimension 3; NonZero brings the inference that gives sizes as names."""
+    model = inferred('g (float["3",4] x) => (float["3",4] y, int64[2,k] z) { a = Relu(x)  y = Neg(a)  z = NonZero(a) }')
+    assert found(model)["a"] == (FLOAT, ["3", 4])
+    assert [getattr(dim, "value", dim) for dim in model.graph.inputs[0].shape or ()] == ["3", 4]
+
+
 def test_unknown_dimensions_stay_apart() -> None:
     got = found(
         inferred(

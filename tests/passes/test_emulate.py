@@ -165,6 +165,14 @@ def test_subgraphs_round_inside() -> None:
     np.testing.assert_array_equal(got["all"], np.stack(rows))
 
 
+def test_the_result_of_a_call_keeps_its_declared_shape() -> None:
+    text = (
+        '<ir_version: 10, opset_import: ["": 20, "l": 1]> g (float16[2, 4] x) => (float16[2, 4] y) { y = l.f(x) }'
+        ' <domain: "l", opset_import: ["": 20]> f (p) => (q) { d = Exp(p) q = Neg(d) }'
+    )
+    emulated(ir.from_proto(parser.parse_model(text)))
+
+
 def test_scan_and_functions_round_inside() -> None:
     text = """<ir_version: 10, opset_import: ["": 20, "local": 1]>
         g (float16[3,2] x, float16[2] s) => (float16[2] last, float16[3,2] y)
