@@ -195,7 +195,7 @@ def _build(source: ir.Model, arguments: Arguments) -> Bundle:
         frozen=frozen | dict.fromkeys(unreached, "does not reach the loss"),
         options=arguments.to_json(),
         limits={"floor": arguments.scale.lowest, "patience": PATIENCE},
-        notes=(*forward.notes, *unadapted, *held, *_notes(found, grad, frozen, unreached)),
+        notes=(*forward.notes, *unadapted, *held, *_notes(found, grad, frozen, unreached, arguments.trainable)),
         adapters=adapters,
     )
     graphs = {"grad": grad.model, "reduce": reduction, "update": update, "eval": evaluation}
@@ -271,7 +271,13 @@ def _trained_norms(graph: ir.Graph, chosen: Sequence[str], mode: str) -> list[st
     ]
 
 
-def _notes(found: Parameters, grad: GradGraph, frozen: Mapping[str, str], unreached: Sequence[str]) -> list[str]:
+def _notes(
+    found: Parameters,
+    grad: GradGraph,
+    frozen: Mapping[str, str],
+    unreached: Sequence[str],
+    asked: Sequence[str],
+) -> list[str]:
     """What a user should know about what trains, and what is computed twice."""
     notes = []
     # A single number is hardly ever a parameter: no word about those.
@@ -282,11 +288,15 @@ def _notes(found: Parameters, grad: GradGraph, frozen: Mapping[str, str], unreac
             f"{len(unsure)} {tensors} not trained: {_few(unsure)} (--trainable {unsure[0]} trains it; `onnxamp check` "
             "lists all)."
         )
-    trained = {entry.name for entry in grad.entries}
+    trained = {entry.name for entry in grad.entries if not any(matches(pattern, entry.name) for pattern in asked)}
     if placed := [p.name for p in found.trainable if p.reason.endswith(BY_NUMBERS) and p.name in trained]:
+        one = len(placed) == 1
+        tensors = (
+            "float tensor is in a parameter's place, looks" if one else "float tensors are in a parameter's place, look"
+        )
         notes.append(
-            f"{len(placed)} float tensors are in a parameter's place, look learned, and train: {_few(placed)} (--frozen "
-            f"{placed[0]} keeps it as it is)."
+            f"{len(placed)} {tensors} learned, and {'trains' if one else 'train'}: {_few(placed)} (--frozen {placed[0]} "
+            "keeps it as it is)."
         )
     if unreached:
         notes.append(f"{len(unreached)} parameters do not reach the loss and stay as they are: {_few(unreached)}.")

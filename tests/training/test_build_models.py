@@ -61,18 +61,28 @@ def test_an_unsure_parameter_trains_on_request(drive):
     np.testing.assert_allclose(driver.view("master/scale"), np.float32([1, 2, 3]) * (1 - 1.5 * 2 / 9), rtol=1e-6)
 
 
-def test_tensors_that_do_not_train_are_told(export):
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (torch.full((8, 4), 0.5), "1 float tensor is not trained: table (--trainable table trains it;"),
+        (
+            torch.randn(8, 4),
+            "1 float tensor is in a parameter's place, looks learned, and trains: table (--frozen table",
+        ),
+    ],
+)
+def test_tensors_that_may_be_parameters_are_told(export, table, said):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.table, self.rest = nn.Parameter(torch.randn(8, 4)), nn.Linear(4, 3)
+            self.table, self.rest = nn.Parameter(table), nn.Linear(4, 3)
 
         def forward(self, x):
-            return self.rest(x + self.table[: x.shape[1]]) * 0.7  # a learned table behind a Slice, and a number
+            return self.rest(x + self.table[: x.shape[1]]) * 0.7  # a table behind a Slice, and a number
 
     model = export(Net(), torch.randn(2, 5, 4))
     (note,) = build(model, loss="mse", optimizer="sgd", level="O0").manifest.notes
-    assert "1 float tensor is not trained: table (--trainable table trains it;" in note
+    assert said in note
     assert not build(model, loss="mse", optimizer="sgd", level="O0", trainable="table").manifest.notes
     assert not build(model, loss="mse", optimizer="sgd", level="O0", frozen="table").manifest.notes
 
