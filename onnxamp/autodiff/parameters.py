@@ -152,8 +152,9 @@ def classify(model: ir.Model) -> Parameters:
     """Sort the float initializers of a typed model (functions inlined) by what they are.
 
     Trainable are those that reach a parameter slot (weights and biases of heavy operators and normalizations, PRelu,
-    Gather data) through Identity, Transpose, Reshape or Cast, the last-axis biases of Add, and the last-axis scales of a
-    normalization that is written out (Mul of x / √v). Weights of recurrent operators may also pass Slice and Concat, with
+    Gather data) through Identity, Transpose, Reshape or Cast, the last-axis biases of Add, the last-axis scales of a
+    normalization that is written out (Mul of x / √v), and scale and bias of a GroupNorm that is written as InstanceNormalization
+    between two Reshapes, whose own ones and zeros are frozen. Weights of recurrent operators may also pass Slice and Concat, with
     which exporters reorder their gates. Tables that Add adds to every sample alike (positions) and vectors that Concat puts in
     front (class tokens) are trainable if their numbers look learned (`provenance`). What the exporter itself notes (PyTorch with
     `dynamo=True`) goes before all of it. Initializers of subgraphs are constants.
@@ -228,6 +229,8 @@ def _uses(value: ir.Value) -> Iterator[Use]:
 
 def _role(node: ir.Node, position: int, value: ir.Value) -> str:
     key = (node.domain, node.op_type)
+    if key == ("", "InstanceNormalization") and _is_group_constant(node, position, value):
+        return "setting"
     if position in _SLOTS.get(key, {}):
         return _SLOTS[key][position]
     if position in _BUFFERS.get(key, {}):
@@ -240,11 +243,49 @@ def _role(node: ir.Node, position: int, value: ir.Value) -> str:
         return "bias"
     if key == ("", "Mul") and _is_last_axis(node, value) and _is_normalized(node.inputs[1 - position]):
         return "scale"
+    if key in (("", "Mul"), ("", "Add")) and _is_channels(node, value) and _is_grouped(node.inputs[1 - position]):
+        return "scale" if node.op_type == "Mul" else "bias"
     if key == ("", "Add") and _is_table(node, value):
         return "position table"
     if key == ("", "Concat") and any(_is_activation(other) for other in node.inputs):
         return "token"
     return ""
+
+
+def _is_group_constant(node: ir.Node, position: int, value: ir.Value) -> bool:
+    """Whether `value` is a scale of ones or a bias of zeros of an InstanceNormalization between two Reshapes.
+
+    PyTorch's TorchScript exporter writes GroupNorm so, with a Mul and an Add behind it that hold the parameters.
+    """
+    around = [producer(node.inputs[0]), *(reader for reader, _ in node.outputs[0].uses())]
+    if len(around) < 2 or any(other is None or other.op_type != "Reshape" for other in around):
+        return False
+    tensor = value.const_value
+    return tensor is not None and bool((tensor.numpy() == (1 if position == 1 else 0)).all())
+
+
+def _is_channels(node: ir.Node, value: ir.Value) -> bool:
+    """Whether `value` is one number for each channel (axis 1) of the result: [C, 1, ...]."""
+    result = node.outputs[0].shape
+    if (
+        value.shape is None
+        or result is None
+        or len(result) < 3
+        or len(value.shape) not in (len(result) - 1, len(result))
+    ):
+        return False
+    first, *rest = list(value.shape)[-(len(result) - 1) :]
+    ahead = list(value.shape)[: -(len(result) - 1)]
+    return first == result[1] and all(size == 1 for size in (*rest, *ahead))
+
+
+def _is_grouped(value: ir.Value | None) -> bool:
+    """Whether `value` is the Reshape of an InstanceNormalization, looking through Cast and a Mul by the scale."""
+    node = _producer(value)
+    if node is not None and node.op_type == "Mul":
+        return any(_is_grouped(factor) for factor in node.inputs)
+    source = _producer(node.inputs[0]) if node is not None and node.op_type == "Reshape" else None
+    return source is not None and source.op_type == "InstanceNormalization"
 
 
 def _is_table(node: ir.Node, value: ir.Value) -> bool:

@@ -127,6 +127,27 @@ def test_recurrent_weights_pass_slice_and_concat():
     assert [p.name for p in classify(model).unsure] == ["w"]
 
 
+def test_a_group_norm_as_exporters_write_it():
+    """An InstanceNormalization of the groups with ones and zeros, and the parameters behind it."""
+    proto = with_weights(
+        parse(
+            """g (float[N, 8, 4, 4] x) => (float[N, 8, 4, 4] y)
+            { groups = Constant<value = int64[3] {0, 4, -1}>() whole = Shape(x) r = Reshape(x, groups)
+              i = InstanceNormalization(r, ones, zeros) back = Reshape(i, whole) m = Mul(back, gamma) y = Add(m, beta) }"""
+        ),
+        ones=np.ones(4, np.float32), zeros=np.zeros(4, np.float32), gamma=(8, 1, 1), beta=(8, 1, 1),
+    )  # fmt: skip
+    model = ir.from_proto(proto)
+    infer(model)
+    found = classify(model)
+    assert [p.name for p in found.trainable] == ["gamma", "beta"]
+    assert [p.name for p in found.frozen] == ["ones", "zeros"]
+    plain = parse("g (float[N, 8, 4] x) => (float[N, 8, 4] y) { y = InstanceNormalization(x, ones, zeros) }")
+    alone = ir.from_proto(with_weights(plain, ones=np.ones(8, np.float32), zeros=np.zeros(8, np.float32)))
+    infer(alone)
+    assert [p.name for p in classify(alone).trainable] == ["ones", "zeros"]
+
+
 def test_inspection():
     model = prepare(net())
     found = inspect(model)
