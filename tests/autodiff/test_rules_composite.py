@@ -55,6 +55,11 @@ RESIZES = [
     case("Resize", (1, 2, 3, 4), None, np.asarray([2, 3], np.float32), axes=[-1, -2], mode="nearest", symbolic="batch",
          oracle=lambda x: F.interpolate(x, (9, 8), mode="nearest")),
     # As many elements as before: copied if this is so in all dimensions, else read at other places.
+    case("Resize", (1, 1, 5), None, np.asarray([1, 1, 2.3], np.float32), mode="linear", symbolic="",
+         coordinate_transformation_mode="align_corners", note="fractional factor",
+         oracle=lambda x: F.interpolate(x, scale_factor=2.3, mode="linear", align_corners=True)),
+    case("Resize", (1, 1, 2), None, np.asarray([1, 1, 0.6], np.float32), mode="linear", symbolic="",
+         coordinate_transformation_mode="pytorch_half_pixel", note="one element", oracle=lambda x: x[..., :1]),
     case("Resize", (1, 1, 4), None, np.asarray([1, 1, 1.2], np.float32), mode="linear", symbolic="",
          oracle=lambda x: F.interpolate(x, scale_factor=1.2, mode="linear", recompute_scale_factor=False)),
     *(
@@ -200,4 +205,4 @@ def test_rule(check_case, case):
 
 
 def test_number_of_cases():
-    assert len(CASES) == 48
+    assert len(CASES) == 50

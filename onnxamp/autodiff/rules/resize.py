@@ -43,6 +43,11 @@ def resize(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
         op.refuse(not isinstance(size, int) or not isinstance(result, int), "this Resize needs static sizes")
         assert isinstance(size, int)
         assert isinstance(result, int)
+        lone = (
+            node.attributes.get_string("coordinate_transformation_mode", "half_pixel") == "pytorch_half_pixel"
+            and result == 1
+        )
+        op.refuse(lone and bool(node.attributes.get_int("antialias", 0)), "this Resize smooths an axis to one element")
         box = None if boxes is None else boxes.reshape(2, -1)[:, place]
         matrix = _matrix(op, node, size, result, scale if ratio is None else ratio, box)
         order = [other for other in range(len(sizes)) if other != axis] + [axis]
@@ -110,6 +115,13 @@ def _matrix(
 
     A factor (w, s) is w/s, and the result is rounded to the nearest size: a further axis, of s equal elements that become w, sets it.
     """
+    coordinates = node.attributes.get_string("coordinate_transformation_mode", "half_pixel")
+    if not node.attributes.get_int("antialias", 0):
+        # The evaluator takes the length before it is rounded down, ONNX Runtime and PyTorch the whole one.
+        if coordinates == "pytorch_half_pixel" and result == 1:
+            return np.eye(1, size)
+        if coordinates == "align_corners" and not isinstance(scale, tuple):
+            scale = None
     kept = {"axes", "keep_aspect_ratio_policy", "extrapolation_value"}
     attributes = [ir.to_proto(attr) for name, attr in node.attributes.items() if name not in kept]
     feeds = {"x": np.eye(size, dtype=np.float64)[:, None, None, :]}

@@ -65,7 +65,7 @@ def interpolate(
     extents, flat = _extents(op, x), _flat(op, x)
     if mode == "nearest":
         positions = [op.Round(position) for position in positions]
-    if padding == "border":
+    if padding == "border" and mode != "cubic":  # of cubic only the taps are brought in, as ONNX Runtime and PyTorch do
         positions = [_bring_in(op, p, size, corners) for p, size in zip(positions, extents, strict=True)]
     elif padding == "reflection":
         positions = [_reflect(op, p, size, corners) for p, size in zip(positions, extents, strict=True)]
