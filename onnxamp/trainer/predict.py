@@ -112,7 +112,7 @@ def score(
     chosen = {key: (columns or {}).get(key, key) for key in (label, "weights")}
     if chosen[label] not in stored:
         raise DataError(
-            f"{source.origin} has no column {chosen[label]!r} to compare {name!r} with; it has {', '.join(stored)}."
+            f"{source.origin} has no column {chosen[label]!r} to compare {name!r} with; it has {', '.join(sorted(stored))}."
         )
     taken = source.take(stored & set(chosen.values()), np.arange(source.rows))
     measures = metrics_of(metrics, **({} if bundle is None else metric_options(bundle)))
