@@ -138,11 +138,12 @@ def take_weights(model: ir.Model, source: ir.Model) -> list[str]:
     left = []
     for name, place in _places(model).items():
         own, other = _tensor(place), known.get(name)
-        if own is None:
+        # Exporters number their Constant nodes: those that hold no weight may have the same name in two models by chance.
+        if own is None or (place.producer() is not None and (own.size == 1 or not own.dtype.is_floating_point())):
             continue
         if other is not None and (other.dtype, other.shape) == (own.dtype, own.shape):
             _set(place, other.numpy().copy())
-        elif own.dtype.is_floating_point() and (own.size > 1 or place.producer() is None):
+        elif own.dtype.is_floating_point():
             left.append(name)
     return left
 

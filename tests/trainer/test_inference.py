@@ -74,6 +74,21 @@ def test_weights_are_taken_over_in_whatever_form_each_model_holds_them():
     }
 
 
+def test_constants_that_are_no_weights_stay():
+    """Exporters number Constant nodes, so a target of Reshape or a factor has the same name in two models by chance."""
+
+    def model(size, factor, weight):
+        text = f"""<ir_version: 8, opset_import: ["": 17]> g (float[a] x) => (float[b, c] y) {{
+            t = Constant<value = int64[2] {{-1, {size}}}>() f = Constant<value = float {{{factor}}}>()
+            w = Constant<value = float[2] {{{weight}, 1}}>() u = Tile(w, t) r = Reshape(x, t) y = Mul(r, f) }}"""
+        return ir.from_proto(onnx.parser.parse_model(text))
+
+    ours = model(4, 0.5, 3.0)
+    assert take_weights(ours, model(8, 0.25, 7.0)) == []
+    t, f, w = (node.attributes["value"].as_tensor().numpy() for node in list(ours.graph)[:3])
+    assert (t.tolist(), float(f), w.tolist()) == ([-1, 4], 0.5, [7, 1])
+
+
 def test_a_trainer_exports_its_parameters(bundle, batches, tmp_path):
     trainer = Trainer(bundle, "cpu", threads=1)
     for batch in batches:
