@@ -40,7 +40,7 @@ class PlainExpands(ir.passes.InPlacePass):
                     )
                 parts.append(part)
             name = names.value(f"{guard.name}/plain")
-            plain = ir.node("Concat", parts, {"axis": 0}, name=name)
+            plain = ir.node("Concat", parts, {"axis": 0}, name=names.node(name))
             plain.outputs[0].name = name
             plain.outputs[0].type, plain.outputs[0].shape = guard.type, guard.shape
             model.graph.insert_before(node, plain)

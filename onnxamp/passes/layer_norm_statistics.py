@@ -13,7 +13,7 @@ from onnxamp.model.signatures import operator_name
 class LayerNormStatisticsPass(ir.passes.InPlacePass):
     """Compute mean and inverse standard deviation beside a LayerNormalization instead of taking them from it.
 
-    1. The second output becomes `ReduceMean(x)` over the normalized axes, the third `1/√(ReduceMean((x − mean)²) + ε)`, if they are read.
+    1. The second output becomes `ReduceMean(x)` over the normalized axes, the third `1/√(ReduceMean((x − mean)²) + ε)`.
     2. Only in FP32, where x is as exact as the statistics inside, and where the rank of x is known.
     """
 
@@ -66,5 +66,6 @@ def _write_out(graph: ir.Graph, node: ir.Node, x: ir.Value, rank: int, names: Na
     for old, new in zip(node.outputs[1:], found, strict=True):
         old_name = old.name
         old.replace_all_uses_with(new, replace_graph_outputs=True)
-        old.name, new.name = names.value(f"{name}/unused_{old.index()}"), old_name
+        if old_name:  # an output that is left out in front of one that is not has none
+            old.name, new.name = names.value(f"{name}/unused_{old.index()}"), old_name
     node.resize_outputs(1)

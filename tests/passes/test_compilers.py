@@ -77,6 +77,15 @@ def test_statistics_of_layer_norm(opset, axis):
     assert [len(node.outputs) for node in after.graph if node.op_type == "LayerNormalization"] == [1]
 
 
+def test_statistics_of_layer_norm_without_the_mean():
+    """The second output is left out, the third is not."""
+    rng = np.random.default_rng(0)
+    text = "g (float[N,4] x, float[4] s) => (float[N,4] y, float[N,1] v) { y, , v = LayerNormalization(x, s) }"
+    model = ir.from_proto(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 17]> {text}'))
+    feeds = {"x": rng.standard_normal((2, 4), np.float32), "s": rng.standard_normal(4, np.float32)}
+    check(model, LayerNormStatisticsPass(), feeds)
+
+
 @pytest.mark.parametrize("shape", [(5, 4), (5,), (5, 2, 3)])
 def test_sums_of_rows(shape):
     rng = np.random.default_rng(0)
