@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxamp import __version__
 from onnxamp.errors import DataError
 from onnxamp.evidence.inputs import Data
 from onnxamp.evidence.metrics import Difference, worst_of
 from onnxamp.evidence.sampling import Model, choose, path_of
 from onnxamp.evidence.tolerance import Tolerance
 from onnxamp.evidence.verification import Comparison, cast_sample
+from onnxamp.model import io
 from onnxamp.model.preparation import prepared
 from onnxamp.ort.session import SessionConfig, open_session, run
 from onnxamp.passes.emulate import emulate
@@ -76,7 +78,7 @@ class Evaluator:
     Attributes:
         samples: The samples.
         source: Where they came from, in words.
-        digest: Hash of samples and reference outputs: the same for the same question.
+        digest: Hash of the model, the samples, the reference's outputs and onnxamp's version: the same for the same question.
         notes: What to know besides.
     """
 
@@ -99,16 +101,14 @@ class Evaluator:
         session = open_session(self._reference, config, name=path_of(model))
         self.samples = choose(self._reference, session, data, dim=dim, count=count, seed=seed).kept()
         self.source = self.samples.source
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(f"onnxamp {__version__}, model {io.digest(self._reference)}".encode())
         self._expected: list[dict[str, Any]] = []
         for sample in self.samples:
             try:
                 self._expected.append(run(session, sample))
             except DataError as problem:
                 raise DataError(f"The reference does not run on {self.source}: {problem}") from problem
-            for values in (sample, self._expected[-1]):
-                for name, value in values.items():
-                    digest.update(name.encode() + np.asarray(value).tobytes() if not isinstance(value, list) else b"")
+            _add(digest, (sample, self._expected[-1]))
         self.digest = digest.hexdigest()
         self.notes = (
             (f"Judged on {self.source}: the tolerance is met on those, which says little of real data.",)
@@ -140,3 +140,26 @@ class Evaluator:
                 missed.append(f"score {score:.6g} < {self._least:g}")
         total = worst_of(output.worst for output in found) if found else Difference(0)
         return Evaluation(total, tuple(missed), score)
+
+
+def _add(digest: hashlib._Hash, value: Any) -> None:
+    """Add a value that a model takes or gives: an array, or nested sequences and maps of them. No two values add the same bytes."""
+    if isinstance(value, Mapping):
+        digest.update(b"map %d\n" % len(value))
+        for key, item in value.items():
+            _add(digest, key)
+            _add(digest, item)
+    elif isinstance(value, (list, tuple)):
+        digest.update(b"sequence %d\n" % len(value))
+        for item in value:
+            _add(digest, item)
+    elif isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+        digest.update(f"array {array.dtype} {array.shape}\n".encode())
+        if array.dtype.hasobject:  # of strings, of which the memory holds the addresses
+            _add(digest, array.reshape(-1).tolist())
+        else:
+            digest.update(np.ascontiguousarray(array).tobytes())
+    else:  # a string, a number, or None for an optional that is empty
+        text = repr(value).encode()
+        digest.update(b"%s %d\n" % (type(value).__name__.encode(), len(text)) + text)

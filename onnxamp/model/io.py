@@ -21,7 +21,7 @@ from onnx import numpy_helper
 from onnxamp import files
 from onnxamp.errors import ModelError, RuntimeMissingError, UsageError, cause
 from onnxamp.model import validation
-from onnxamp.model.tensors import byte_blocks, is_external, stored
+from onnxamp.model.tensors import byte_blocks, is_external, nbytes, stored
 from onnxamp.model.units import all_graphs, all_nodes, all_values, bodies
 
 # Key of Value.meta: the TypeProto of a value whose type onnx-ir cannot hold (maps).
@@ -272,6 +272,13 @@ def _save(model: ir.Model, path: pathlib.Path) -> None:
         return
     tensors = {id(place.tensor): place.tensor for place in places}
     location, spans = _write_data(path, tensors)
+    files.write(path, _referring(model, places, location, spans, path.absolute().parent))
+
+
+def _referring(
+    model: ir.Model, places: list[_Place], location: str, spans: dict[int, tuple[int, int]], folder: pathlib.Path
+) -> bytes:
+    """The bytes of `model` with the tensors at `places` as references into a data file."""
     try:
         for place in places:
             offset, length = spans[id(place.tensor)]
@@ -286,14 +293,29 @@ def _save(model: ir.Model, path: pathlib.Path) -> None:
                     name=place.tensor.name or "",
                     doc_string=place.tensor.doc_string,
                     metadata_props=dict(place.tensor.metadata_props),
-                    base_dir=os.fspath(path.absolute().parent),
+                    base_dir=os.fspath(folder),
                 )
             )
-        data = to_proto(model).SerializeToString(deterministic=True)
+        data: bytes = to_proto(model).SerializeToString(deterministic=True)
+        return data
     finally:
         for place in places:
             place.put(place.tensor)
-    files.write(path, data)
+
+
+def digest(model: ir.Model) -> str:
+    """SHA-256 of everything that `model` holds, weights of any size included, wherever these are stored.
+
+    Raises:
+        ModelError: External data cannot be read.
+    """
+    places = [place for place in _places(model) if place.tensor.dtype != ir.DataType.STRING]
+    spans = {id(place.tensor): (0, nbytes(place.tensor)) for place in places}
+    whole = hashlib.sha256(_referring(model, places, "data", spans, pathlib.Path()))
+    for place in places:
+        for block in byte_blocks(place.tensor):
+            whole.update(block)
+    return whole.hexdigest()
 
 
 class _Place:

@@ -19,9 +19,10 @@ from onnxamp.cli import cli
 from onnxamp.commands._auto import remaining, verdict
 from onnxamp.errors import DataError, UsageError
 from onnxamp.evidence import Tolerance
-from onnxamp.evidence.evaluation import Trial
+from onnxamp.evidence.evaluation import Evaluator, Trial
 from onnxamp.evidence.search import COSTLY, KEPT, MISSES, OVERFLOWS, UNSEEN, UNTRIED, SearchResult, search
 from onnxamp.model import io
+from onnxamp.ort.session import SessionConfig
 from onnxamp.policy.file import policy_text
 from onnxamp.policy.options import Options
 
@@ -300,6 +301,67 @@ def test_a_journal_of_another_question_is_not_believed(tmp_path: pathlib.Path) -
     journal.write_text(text, encoding="utf-8")
     found = search(CANCELS, FP16, Tolerance(snr=45), DATA[:2], journal=str(journal))
     assert found.trials[0].result.worst.max_abs < 1234
+
+
+def digest(model: onnx.ModelProto, *data: dict[str, object]) -> str:
+    config = SessionConfig(provider="cpu")
+    return Evaluator(model, Tolerance(), list(data), None, 0.0, None, 4, 0, config).digest
+
+
+def words(*texts: str) -> np.ndarray:
+    """Strings that no other array holds."""
+    return np.array(["".join(list(text)) for text in texts], object)
+
+
+PICKED = proto("g (seq(float[N]) s, int64 i) => (float[N] y) { y = SequenceAt(s, i) }")
+HANDED = proto("g (string[N] t, float[N] x) => (string[N] u, float[N] y) { u = Identity(t)  y = Relu(x) }")
+# The classes with their scores: a list of maps.
+SCORED = parser.parse_model(
+    """<ir_version: 10, opset_import: ["": 20, "ai.onnx.ml": 3]> g (float[N,2] x) => (seq(map(string, float)) y)
+    { y = ai.onnx.ml.ZipMap <classlabels_strings = ["first one", "the other"]> (x) }"""
+)
+ONE, TWO = (np.full(2, value, np.float32) for value in (1, 2))
+FIRST, LAST = np.array(0), np.array(1)
+QUESTIONS = {
+    "an element that is not picked": (PICKED, {"s": [ONE, TWO], "i": FIRST}, {"s": [ONE, ONE], "i": FIRST}),
+    "the length of a sequence": (PICKED, {"s": [ONE, TWO], "i": FIRST}, {"s": [ONE, TWO, TWO], "i": FIRST}),
+    "the index": (PICKED, {"s": [ONE, ONE], "i": FIRST}, {"s": [ONE, ONE], "i": LAST}),
+    "strings": (HANDED, {"t": words("cat", "dog"), "x": ONE}, {"t": words("cat", "cow"), "x": ONE}),
+    "where strings end": (HANDED, {"t": words("ab", "c"), "x": ONE}, {"t": words("a", "bc"), "x": ONE}),
+    "a map": (SCORED, {"x": np.stack([ONE, TWO])}, {"x": np.stack([TWO, TWO])}),
+    "a shape": (SCORED, {"x": np.stack([ONE])}, {"x": np.stack([ONE, ONE])}),
+}
+
+
+@pytest.mark.parametrize("case", QUESTIONS)
+def test_a_search_knows_its_question_again_and_no_other(case: str) -> None:
+    model, sample, other = QUESTIONS[case]
+    again = {
+        name: words(*value) if isinstance(value, np.ndarray) and value.dtype == object else value
+        for name, value in sample.items()
+    }
+    assert digest(model, sample) == digest(model, again)
+    assert digest(model, sample) != digest(model, other)
+
+
+def test_a_search_knows_its_model_and_version_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that gives the same bits is another one all the same: its nodes have other names, or its weights other places."""
+    first = digest(CANCELS, *DATA)
+    renamed, unused = onnx.ModelProto(), onnx.ModelProto()
+    for copy in (renamed, unused):
+        copy.CopyFrom(CANCELS)
+    renamed.graph.node[0].name = "other"
+    unused.graph.initializer.append(numpy_helper.from_array(np.zeros(400, np.float32), "spare"))
+    spare = digest(unused, *DATA)
+    unused.graph.initializer[-1].raw_data = np.ones(400, np.float32).tobytes()
+    assert len({first, digest(renamed, *DATA), spare, digest(unused, *DATA)}) == 4
+    copy = onnx.ModelProto()
+    copy.CopyFrom(CANCELS)
+    path = tmp_path / "m.onnx"
+    onnx.save(copy, path, save_as_external_data=True, location="m.data", size_threshold=0)
+    assert digest(onnx.load(path), *DATA) == digest(str(path), *DATA) == first  # type: ignore[arg-type]  # a path is a model
+    monkeypatch.setattr("onnxamp.evidence.evaluation.__version__", "0.0.0")
+    assert digest(CANCELS, *DATA) != first
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
