@@ -108,7 +108,10 @@ def run(
     max_evals: int,
     dim: Mapping[str, int],
 ) -> SearchResult:
-    """Search, with a step of the progress for each evaluation, and write policy file and page."""
+    """Search, with a step of the progress for each evaluation, and write policy file and page.
+
+    `dim` are sizes of inputs that are made up; those of the traffic model are in `options`.
+    """
     from onnxamp import console
     from onnxamp.commands._options import write_text
     from onnxamp.evidence.search import search
@@ -124,7 +127,7 @@ def run(
             max_evals=max_evals,
             score=wanted.metric,
             least=wanted.least,
-            dim=_known(model, dim),
+            dim=dim,
             journal=journal,
             on_trial=lambda trial: advance(),
         )
@@ -135,17 +138,6 @@ def run(
     write_text(policy, policy_text(found.policy, head))
     write_text(page, page_of(model, found, wanted) + "\n")
     return found
-
-
-def _known(model: str, dim: Mapping[str, int]) -> dict[str, int]:
-    """The sizes that are of inputs: what is made up has no others."""
-    if not dim:
-        return {}
-    from onnxamp.evidence.inputs import model_inputs
-    from onnxamp.model import io
-
-    names = {size for item in model_inputs(io.load(model)) for size in item.shape or ()}
-    return {name: size for name, size in dim.items() if name in names}
 
 
 def verdict(found: SearchResult) -> str:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from onnxamp import files
 from onnxamp.errors import RuntimeMissingError, UsageError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 
 def sizes(entries: Iterable[str]) -> dict[str, int]:
@@ -25,6 +29,35 @@ def sizes(entries: Iterable[str]) -> dict[str, int]:
             )
         result[name] = int(text)
     return result
+
+
+def input_sizes(model: str | ir.Model, dims: Mapping[str, int]) -> dict[str, int]:
+    """Those of the sizes that inputs of `model` have: what is made up has no others.
+
+    Raises:
+        UsageError: The model has no such dimension, in no value.
+    """
+    if not dims:
+        return {}
+    from onnxamp.evidence.inputs import model_inputs
+    from onnxamp.model.dimensions import names
+    from onnxamp.model.preparation import prepared
+    from onnxamp.model.units import all_values
+    from onnxamp.policy.user import nearest
+
+    ready = prepared(model)
+    found = {
+        name
+        for value in all_values(ready.graph)
+        for dim in value.shape or ()
+        if not isinstance(dim, int) and dim.value is not None
+        for name in (dim.value, *names(dim.value))
+    }
+    for name in dims:
+        if name not in found:
+            raise UsageError(f"The model has no dimension {name!r}{nearest(name, found)}")
+    own = {dim for item in model_inputs(ready) for dim in item.shape or ()}
+    return {name: size for name, size in dims.items() if name in own}
 
 
 def check_outputs(paths: Iterable[str], reports: Iterable[str], force: bool, inputs: Iterable[str | None] = ()) -> None:

@@ -31,6 +31,8 @@ def check(to: str, given: set[str], io: tuple[str, ...]) -> None:
         raise UsageError("--auto measures against an fp32 file: write one with --to fp32 and search on that.")
     if to != "fp32":
         return
+    if "dim" in given and "verified" not in given:
+        raise UsageError("--dim sets sizes of inputs that --verify makes up: add --verify.")
     for name in sorted(given - _ALWAYS):
         raise UsageError(f"--{name.replace('_', '-')} is about what becomes 16-bit: leave it out with --to fp32.")
     if io not in ((), ("keep",)):
@@ -65,10 +67,13 @@ def run(
 ) -> int:
     """`convert --to fp32`: the file, what was done, and whether MODEL computes the same within its rounding."""
     from onnxamp import console
+    from onnxamp.commands._options import input_sizes
     from onnxamp.conversion import widen
+    from onnxamp.errors import AmpError
     from onnxamp.model.io import load, save
 
     loaded = load(model)
+    made_up = input_sizes(loaded, dims)
     with console.progress(f"widening {model}"):
         result = widen(loaded, keep_io=io == ("keep",))
     save(result, output, overwrite=force)
@@ -76,12 +81,17 @@ def run(
     found: dict[str, Any] = {"model": model, "output": output}
     found |= {name: {"before": before[name], "after": after[name]} for name in before}
     evidence: VerifyResult | None = None
+    unverified: AmpError | None = None
     if verified:
         from onnxamp.evidence import verify
 
-        with console.progress("verifying"):
-            evidence = verify(output, model, data, dim=dims)
-        found["verify"] = evidence.to_dict()
+        try:
+            with console.progress("verifying"):
+                evidence = verify(output, model, data, dim=made_up)
+            found["verify"] = evidence.to_dict()
+        except AmpError as problem:  # the file is written, and its summary is due
+            unverified = problem
+            found["verify"] = {"passed": None, "error": str(problem)}
     if as_json:
         console.print_json(found)
     else:
@@ -99,6 +109,8 @@ def run(
 
             console.show("")
             show(evidence)
+    if unverified is not None:
+        raise unverified
     return int(evidence is not None and not evidence.passed)
 
 

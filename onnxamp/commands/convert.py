@@ -104,7 +104,7 @@ def command(
     """Rewrite MODEL to mixed precision: Casts where they are needed, FP32 where it must be, a reason for each decision."""
     from onnxamp import console
     from onnxamp.commands import _auto, _widen
-    from onnxamp.commands._options import check_outputs, sizes
+    from onnxamp.commands._options import check_outputs, input_sizes, sizes
     from onnxamp.conversion import convert
     from onnxamp.errors import UsageError
     from onnxamp.policy.file import read_policy
@@ -136,19 +136,20 @@ def command(
     if to is not None:
         source, choices["io"] = _widen.source(model, to, choices["io"])
     choices["io"] = choices["io"] or "keep"
+    made_up = input_sizes(source, dims) if calibrate is not None or auto or verified else {}
     calibration = None
     if calibrate is not None:
         from onnxamp.evidence.calibration import calibrate as measure
 
         with console.progress(f"calibrating {model}"):
             given = None if calibrate == "made-up" else calibrate
-            calibration = measure(source, given, dtype=choices["dtype"], headroom=headroom or HEADROOM, dim=dims)
+            calibration = measure(source, given, dtype=choices["dtype"], headroom=headroom or HEADROOM, dim=made_up)
         choices["ranges"] = calibration.ranges
     searched = None
     if auto:
         policy = read_policy(choices["policy"]) if choices["policy"] is not None else ()
         options = Options(**{**choices, "dim": tuple(sorted(dims.items())), "policy": policy})
-        searched = _auto.run(model, path, options, _auto.asked(tolerance, metric), data, max_evals, dims)
+        searched = _auto.run(model, path, options, _auto.asked(tolerance, metric), data, max_evals, made_up)
         result = searched.result
     else:
         with console.progress(f"converting {model}"):
@@ -168,7 +169,7 @@ def command(
 
         try:
             with console.progress("verifying"):
-                evidence = verify(source, path, data, dim=_known(dims, result), count=4)
+                evidence = verify(source, path, data, dim=made_up, count=4)
         except AmpError as problem:  # the conversion itself is done, and its summary and reports are due
             unverified = problem
     found = {"model": model, "output": path, **summary_dict(result.summary), "warnings": list(result.warnings)}
@@ -242,12 +243,6 @@ def _given() -> set[str]:
     context = click.get_current_context()
     default = click.core.ParameterSource.DEFAULT
     return {name for name in context.params if context.get_parameter_source(name) is not default}
-
-
-def _known(dims: dict[str, int], result: ConvertResult) -> dict[str, int]:
-    """The sizes that are of inputs: what is made up for a comparison has no others."""
-    names = {str(dim) for value in result.model.graph.inputs if value.shape is not None for dim in value.shape}
-    return {name: size for name, size in dims.items() if name in names}
 
 
 def _print_plan(path: str, result: ConvertResult, as_json: bool) -> None:

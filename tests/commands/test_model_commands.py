@@ -14,6 +14,7 @@ import pytest
 from onnx import numpy_helper, parser
 
 from onnxamp import cli
+from onnxamp.model.preparation import prepared
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -129,6 +130,47 @@ def test_a_conversion_that_cannot_be_verified_is_reported(run: Run, model: pathl
     report = json.loads(pathlib.Path("r.json").read_text())
     assert (report["heavy"]["low"], report["verify"]["passed"]) == (2, None)
     assert report["verify"]["error"] in " ".join(err.split())
+
+
+# What makes samples up, and so must not hear of sizes that only inner values have.
+MADE_UP = {
+    "calibrated": ("convert", "inner.onnx", "--calibrate", "made-up"),
+    "verified": ("convert", "inner.onnx", "--verify"),
+    "searched": ("convert", "inner.onnx", "--auto", "--tolerance", "cosine=0.9"),
+    "widened": ("convert", "low.onnx", "--to", "fp32", "--verify"),
+}
+
+
+@pytest.mark.parametrize("case", MADE_UP)
+def test_sizes_of_inner_values_are_for_the_traffic_model_alone(case: str, run: Run, tmp_path: pathlib.Path) -> None:
+    proto = parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 20]> g (float[batch,8] x) => (float[batch,8] y)
+        { i = NonZero(x)  k = Cast <to = 1> (i)  s = ReduceMean <keepdims = 0> (k)  y = Mul(x, s) }"""
+    )
+    onnx.save(proto, tmp_path / "inner.onnx")
+    kept = next(str(value.shape[1]) for node in prepared(proto).graph for value in node.outputs if value.name == "i")
+    assert run("convert", "inner.onnx", "--level", "O3", "-o", "low.onnx")[0] == 0
+    before = sorted(tmp_path.iterdir())
+    code, _, err = run(*MADE_UP[case], "-o", "out.onnx", "--dim", "bach=2")
+    assert (code, sorted(tmp_path.iterdir())) == (2, before)
+    assert "The model has no dimension 'bach'; did you mean 'batch'?" in err
+    code, out, err = run(*MADE_UP[case], "-o", "out.onnx", "--dim", f"{kept}=5", "--dim", "batch=2", "--json")
+    assert (code, err) == (0, "")
+    assert "batch=2" in out or case == "searched"
+
+
+def test_a_widened_file_that_cannot_be_verified_is_reported(run: Run, model: pathlib.Path) -> None:
+    np.savez(model.with_name("other.npz"), q=np.zeros((2, 3), np.float32))
+    assert run("convert", "net.onnx", "-o", "low.onnx")[0] == 0
+    command = ("convert", "low.onnx", "--to", "fp32", "--verify", "--data", "other.npz", "--force")
+    code, out, err = run(*command)
+    assert code == 3
+    assert "low.fp32.onnx" in out
+    assert "16-bit results" in out
+    _, out, err = run(*command, "--json")
+    found = json.loads(out)["verify"]
+    assert found["passed"] is None
+    assert found["error"] in " ".join(err.split())
 
 
 def test_convert_refuses_what_it_cannot_read(run: Run, model: pathlib.Path) -> None:
@@ -251,6 +293,7 @@ def test_no_runtime_is_imported(run: Run, model: pathlib.Path) -> None:
 import sys
 sys.modules["onnxruntime"] = None
 from onnxamp import cli
+from onnxamp.model.preparation import prepared
 for arguments in (["convert", "net.onnx", "--force"], ["inspect", "net.onnx"], ["explain", "net.onnx", "soft"],
                   ["emulate", "net.O2.fp16.onnx", "-o", "twin.onnx"], ["verify", "net.onnx", "net.O2.fp16.onnx"]):
     sys.argv = ["onnxamp", *arguments]

@@ -82,6 +82,7 @@ REFUSED = {
     "--to fp32 --level O2": "--level is about what becomes 16-bit",
     "--to fp32 --keep-op Gemm": "--keep-op is about what becomes 16-bit",
     "--to fp32 --io low": "write --io keep",
+    "--to fp32 --dim batch=2": "add --verify",
     "--to bf16 --dtype bf16": "leave --dtype out",
     "--to fp16 --auto --tolerance cosine=0.99": "write one with --to fp32",
 }
