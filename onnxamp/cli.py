@@ -84,7 +84,7 @@ def main() -> None:
     except MemoryError:
         click.echo("Error: The machine ran out of memory; use a smaller model, batch or number of samples.", err=True)
         sys.exit(5)
-    except Exception as problem:
+    except Exception as problem:  # a defect of ours: the last resort before a traceback
         if debug:
             raise
         click.echo(

@@ -86,7 +86,7 @@ def _function(place: str) -> Callable[[Sequence[Mapping[str, Any]]], float]:
     def measured(outputs: Sequence[Mapping[str, Any]]) -> float:
         try:
             return float(function(outputs))
-        except Exception as problem:
+        except Exception as problem:  # whatever the user's function does
             raise DataError(f"The metric {place!r} failed on the outputs of the samples: {_said(problem)}.") from None
 
     measured.__name__ = place  # a journal of another measure is not used

@@ -10,7 +10,7 @@ from onnxamp.errors import InternalError
 from onnxamp.ort.cuda import Stream
 from onnxamp.ort.dlpack import Shared
 from onnxamp.ort.pinned import Slot
-from onnxamp.ort.providers import runtime
+from onnxamp.ort.providers import failures, runtime
 from onnxamp.ort.session import run_error, to_numpy
 from onnxamp.ort.values import BFLOAT16, Buffer, View, element_type, numpy_type
 
@@ -107,7 +107,7 @@ class Binding:
         options = None if any(self._order.values()) else self._unwaited  # what is fetched must have arrived
         try:
             self._session.run_with_iobinding(self._binding, options)
-        except Exception as problem:
+        except failures() as problem:
             raise run_error(problem) from problem
         finally:  # nodes in front of one that failed may still read
             for slot in self._fed:

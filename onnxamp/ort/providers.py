@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -68,6 +69,17 @@ def runtime() -> Any:
     if not hasattr(module, "InferenceSession"):  # an empty folder that an uninstalled sibling left behind
         raise RuntimeMissingError("ONNX Runtime is installed but broken (no InferenceSession): run `onnxamp doctor`.")
     return module
+
+
+@functools.cache
+def failures() -> tuple[type[Exception], ...]:
+    """What the runtime raises where it refuses a model or fails on values: its own exceptions, RuntimeError and ValueError.
+
+    Nothing else is about the model or the data: MemoryError is the machine's, TypeError ours.
+    """
+    module = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
+    own = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    return (*own, RuntimeError, ValueError)
 
 
 def available() -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from onnxamp.errors import DataError, UnsupportedError, one_line
+from onnxamp.errors import AmpError, DataError, UnsupportedError, one_line
 from onnxamp.ort.providers import runtime
 
 
@@ -57,7 +57,9 @@ def quantize(
         try:
             try:
                 shapes.quant_pre_process(os.fspath(source), os.fspath(prepared))
-            except Exception:  # symbolic shape inference fails on valid models, and quantization can do without it
+            except (
+                Exception
+            ):  # symbolic shape inference, which is Python, fails on valid models in any way; it can be left out
                 shapes.quant_pre_process(os.fspath(source), os.fspath(prepared), skip_symbolic_shape=True)
             tools.quantize_static(
                 os.fspath(prepared),
@@ -69,7 +71,11 @@ def quantize(
                 weight_type=tools.QuantType.QInt8,
                 calibrate_method=tools.CalibrationMethod.MinMax,
             )
-        except Exception as problem:
+        except (AmpError, MemoryError):  # the batches' own
+            raise
+        except (
+            Exception
+        ) as problem:  # the quantizer is Python that meets unforeseen models with KeyError, AttributeError, ...
             if not reader.count:
                 raise DataError("Quantization needs at least one batch of data to take ranges from.") from problem
             raise UnsupportedError(

@@ -22,7 +22,7 @@ import onnx
 
 from onnxamp.errors import AmpError, DataError, ModelError, RuntimeMissingError, UnsupportedError, UsageError, one_line
 from onnxamp.ort.precision import has_low
-from onnxamp.ort.providers import PROVIDERS, default_options, provider_list, runtime, short_name
+from onnxamp.ort.providers import PROVIDERS, default_options, failures, provider_list, runtime, short_name
 
 logger = logging.getLogger("onnxamp")
 
@@ -133,9 +133,7 @@ def open_session(model: Model, config: SessionConfig | None = None, *, name: str
         try:
             # No fallback: it would print to stdout and take the CPU instead.
             session = ort.InferenceSession(source, session_options(config), providers=providers, enable_fallback=0)
-        except AmpError:
-            raise
-        except Exception as problem:
+        except failures() as problem:
             raise _load_error(
                 problem, name or (os.fspath(model) if isinstance(model, (str, os.PathLike)) else "the model")
             ) from problem
@@ -189,16 +187,12 @@ def run(session: Any, feeds: Mapping[str, Any], outputs: Sequence[str] | None = 
         raise UnsupportedError(
             "ONNX Runtime's Python binding hands out no sequence beside a bfloat16 tensor: ask for the outputs one by one."
         )
+    values = {name: _to_ort(name, value) if low or _is_bfloat16(value) else value for name, value in feeds.items()}
     try:
-        if low:
-            values = {name: _to_ort(value) for name, value in feeds.items()}
-            results = [to_numpy(value) for value in session.run_with_ort_values(wanted, values)]
-        else:
-            values = {name: _to_ort(value) if _is_bfloat16(value) else value for name, value in feeds.items()}
-            results = session.run(wanted, values)
-    except Exception as problem:
+        results = session.run_with_ort_values(wanted, values) if low else session.run(wanted, values)
+    except failures() as problem:
         raise run_error(problem) from problem
-    return dict(zip(wanted, results, strict=True))
+    return dict(zip(wanted, map(to_numpy, results) if low else results, strict=True))
 
 
 def loadable(model: Model, folder: str) -> str | bytes:
@@ -233,12 +227,17 @@ def _is_bfloat16(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype == ml_dtypes.bfloat16
 
 
-def _to_ort(value: Any) -> Any:
-    array = np.ascontiguousarray(value).reshape(np.shape(value))
+def _to_ort(name: str, value: Any) -> Any:
     wrap = runtime().OrtValue
-    if array.dtype == ml_dtypes.bfloat16:  # the Python binding knows no such array, only its bits
-        return wrap.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), onnx.TensorProto.BFLOAT16)
-    return wrap.ortvalue_from_numpy(array)
+    try:
+        array = np.ascontiguousarray(value).reshape(np.shape(value))
+        if array.dtype == ml_dtypes.bfloat16:  # the Python binding knows no such array, only its bits
+            return wrap.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), onnx.TensorProto.BFLOAT16)
+        return wrap.ortvalue_from_numpy(array)
+    except failures() as problem:  # ragged lists, strings, types that ONNX lacks
+        raise DataError(
+            f"The data for the input {name!r} are no tensor that ONNX Runtime takes: {_sentence(problem)}."
+        ) from problem
 
 
 def to_numpy(value: Any) -> Any:

@@ -10,9 +10,11 @@ import sys
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from click.testing import CliRunner
 from onnx import numpy_helper, parser
+from onnxruntime import InferenceSession
 
 import onnxamp
 from onnxamp.cli import cli
@@ -23,6 +25,7 @@ from onnxamp.evidence.evaluation import Evaluator, Trial
 from onnxamp.evidence.search import COSTLY, KEPT, MISSES, OVERFLOWS, UNSEEN, UNTRIED, SearchResult, search
 from onnxamp.model import io
 from onnxamp.ort.session import SessionConfig
+from onnxamp.passes.emulate import emulate
 from onnxamp.policy.file import policy_text
 from onnxamp.policy.options import Options
 
@@ -487,3 +490,22 @@ def test_options_that_do_not_go_together(options: list[str], words: str, tmp_pat
     onnx.save(ISLANDS, tmp_path / "m.onnx")
     with pytest.raises(UsageError, match=words):
         CliRunner().invoke(cli, ["convert", str(tmp_path / "m.onnx"), *options], catch_exceptions=False)
+
+
+def test_memory_that_runs_out_is_no_verdict_on_a_candidate(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it written to the journal, which a search with more memory would believe."""
+    journal = tmp_path / "search.jsonl"
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError
+
+    def without_memory(candidate: ir.Model) -> ir.Model:
+        monkeypatch.setattr(InferenceSession, "run", fail)
+        return emulate(candidate)
+
+    monkeypatch.setattr("onnxamp.evidence.evaluation.emulate", without_memory)
+    with pytest.raises(MemoryError):
+        search(CANCELS, FP16, Tolerance(snr=45), DATA, journal=str(journal))
+    assert not journal.exists()

@@ -37,3 +37,13 @@ def test_no_data_and_no_model(tmp_path):
     with pytest.raises((UnsupportedError, DataError)):
         quantize(tmp_path / "junk.onnx", tmp_path / "int8.onnx", [{}])
     assert not (tmp_path / "int8.onnx").exists()
+
+
+@pytest.mark.parametrize("problem", [DataError("row 3 holds a NaN"), MemoryError("none left")])
+def test_what_fails_while_batches_are_read_is_not_blamed_on_the_model(tmp_path, problem):
+    def batches():
+        yield {"image": np.load(MODELS / "digits_test.npz")["image"][:4]}
+        raise problem
+
+    with pytest.raises(type(problem), match=str(problem)):
+        quantize(MODELS / "cnn.onnx", tmp_path / "int8.onnx", batches())

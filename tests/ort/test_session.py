@@ -16,6 +16,7 @@ from onnx import helper, numpy_helper, parser
 
 from onnxamp.errors import AmpError, DataError, ModelError, RuntimeMissingError, UnsupportedError, UsageError
 from onnxamp.ort import providers, session, worker
+from onnxamp.ort.binding import Binding
 from onnxamp.ort.session import SessionConfig, open_session, run, session_options
 
 
@@ -127,6 +128,60 @@ def test_errors_are_one_sentence(case: str, capfd: pytest.CaptureFixture[str]) -
     assert text in str(raised.value)
     assert "\n" not in str(raised.value)
     assert capfd.readouterr() == ("", "")
+
+
+BOTH = "g (bfloat16[N] x, float[N] z) => (bfloat16[N] y, float[N] w) { y = Identity(x)  w = Relu(z) }"
+NO_TENSOR = {
+    "ragged": [np.ones(2), np.ones(3)],
+    "strings": np.array(["a"]),
+    "complex": np.ones(2, np.complex128),
+    "dates": np.array(["2020-01-01"], "datetime64[D]"),
+    "an object": object(),
+}
+
+
+@pytest.mark.parametrize("case", NO_TENSOR)
+def test_what_is_no_tensor_is_an_error_of_the_data(case: str) -> None:
+    opened = open_session(proto(BOTH), SessionConfig(provider="cpu"))
+    with pytest.raises(DataError, match="'z'"):
+        run(opened, {"x": np.ones(2, ml_dtypes.bfloat16), "z": NO_TENSOR[case]})
+    with pytest.raises(DataError):
+        run(open_session(proto(DOUBLE)), {"x": NO_TENSOR[case]})
+
+
+@pytest.mark.parametrize("kind", [MemoryError, TypeError, KeyError])
+@pytest.mark.parametrize("place", ["converting", "running", "loading", "bound"])
+def test_what_is_neither_the_models_nor_the_datas_fault_is_not_blamed_on_them(
+    place: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import onnxruntime
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise kind("not yours")
+
+    model, feeds = proto(BOTH), {"x": np.ones(2, ml_dtypes.bfloat16), "z": np.ones(2, np.float32)}
+    opened = open_session(model, SessionConfig(provider="cpu"))
+    actions = {
+        "converting": lambda: run(opened, feeds),
+        "running": lambda: run(opened, feeds),
+        "loading": lambda: open_session(model, SessionConfig(provider="cpu")),
+        "bound": lambda: Binding(opened).run(),
+    }
+    targets = {
+        "converting": (session.np, "ascontiguousarray"),
+        "running": (onnxruntime.InferenceSession, "run_with_ort_values"),
+        "loading": (onnxruntime, "InferenceSession"),
+        "bound": (onnxruntime.InferenceSession, "run_with_iobinding"),
+    }
+    monkeypatch.setattr(*targets[place], fail)
+    with pytest.raises(kind, match="not yours"):
+        actions[place]()
+
+
+def test_failures_are_what_the_runtime_raises() -> None:
+    names = {kind.__name__ for kind in providers.failures()}
+    assert {"Fail", "InvalidArgument", "InvalidGraph", "NotImplemented", "EPFail", "RuntimeException"} <= names
+    assert not any(issubclass(kind, providers.failures()) for kind in (MemoryError, TypeError, KeyError, AmpError))
 
 
 def test_options_reach_the_runtime() -> None:
