@@ -134,7 +134,7 @@ def verify(
         dim: Sizes of free dimensions of samples that are made up.
         count: How many samples to make up.
         seed: Seed of those.
-        provider: Where to run.
+        provider: Where to run the emulations, and the candidate as it is.
         check_file: Whether to check the candidate with `onnx.checker` and run it as it is, beside the emulation.
 
     Raises:
@@ -179,7 +179,7 @@ def verify(
         sizes = {len(value) for value in sample.values() if isinstance(value, np.ndarray) and value.ndim}
         rows = rows + sizes.pop() if rows is not None and len(sizes) == 1 else None
     if check_file and first is not None:
-        _check_file(reference, candidate, theirs, first[1], problems, notes)
+        _check_file(reference, candidate, theirs, first[1], provider, problems, notes)
     outputs = comparison.results()
     divergence = None
     failing = [output for output in outputs if output.missed]
@@ -324,9 +324,15 @@ def cast_sample(sample: Sample, candidate: ir.Model) -> Sample:
 
 
 def _check_file(
-    reference: Model, candidate: Model, model: ir.Model, sample: Sample, problems: list[str], notes: list[str]
+    reference: Model,
+    candidate: Model,
+    model: ir.Model,
+    sample: Sample,
+    provider: str,
+    problems: list[str],
+    notes: list[str],
 ) -> None:
-    """Check the candidate as it is, not its emulation."""
+    """Check the candidate as it is, not its emulation, and as a program opens it that sets nothing but the provider."""
     if wrong := _checker(candidate):
         if _checker(reference):
             notes.append(f"onnx.checker refuses the candidate, and the reference too: {wrong}.")
@@ -334,7 +340,7 @@ def _check_file(
             problems.append(f"onnx.checker refuses the candidate: {wrong}.")
     if not any(value.dtype in LOW for node in model.graph.all_nodes() for value in node.outputs):
         return
-    answer = worker.shared().run(candidate, [sample])
+    answer = worker.shared().run(candidate, [sample], SessionConfig(provider=provider, optimization="all"))
     if answer.note:
         notes.append(answer.note)
     if answer.kind == UnsupportedError.__name__:

@@ -17,8 +17,10 @@ from onnx import numpy_helper, parser
 import onnxamp
 from onnxamp.cli import cli
 from onnxamp.errors import DataError, ModelError, UnsupportedError, UsageError
-from onnxamp.evidence import Tolerance, VerifyResult, verify
+from onnxamp.evidence import Tolerance, VerifyResult, verification, verify
 from onnxamp.evidence.calibration import calibrate
+from onnxamp.ort.session import SessionConfig
+from onnxamp.ort.worker import Answer
 
 
 def proto(text: str) -> onnx.ModelProto:
@@ -174,6 +176,25 @@ def test_the_file_itself_is_judged(tmp_path: pathlib.Path) -> None:
     assert result.passed
     assert result.precision == "bf16"
     assert "no kernel" in result.notes[0]
+
+
+@pytest.mark.parametrize("provider", ["cpu", "cuda"])
+def test_the_file_itself_runs_on_the_provider_asked_for(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions of the emulation are opened on the CPU here whatever is asked: what the worker is told counts."""
+    asked: list[SessionConfig] = []
+
+    class Worker:
+        def run(self, model: object, samples: object, config: SessionConfig | None = None) -> Answer:
+            asked.append(config or SessionConfig())
+            return Answer([{}])
+
+    here = verification.open_session
+    monkeypatch.setattr(
+        verification, "open_session", lambda model, config, **more: here(model, config.on_cpu(), **more)
+    )
+    monkeypatch.setattr(verification.worker, "shared", Worker)
+    assert verify(REFERENCE, LOW, SMALL, provider=provider).passed
+    assert asked == [SessionConfig(provider=provider, optimization="all")]
 
 
 def test_a_candidate_that_cannot_run_fails() -> None:
