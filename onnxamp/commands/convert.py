@@ -106,7 +106,6 @@ def command(
     from onnxamp.commands import _auto, _widen
     from onnxamp.commands._options import check_outputs, input_sizes, sizes
     from onnxamp.conversion import convert
-    from onnxamp.errors import UsageError
     from onnxamp.policy.file import read_policy
     from onnxamp.policy.options import HEADROOM, Options
 
@@ -116,11 +115,7 @@ def command(
         _widen.check(to, _given(), choices["io"])
         choices["dtype"] = to
     path = _output(model, output, "auto-search" if auto else choices["level"], choices["dtype"], plan_only)
-    _check_use(auto, verified, data, calibrate, tolerance, plan_only, report)
-    if headroom is not None and calibrate is None:
-        raise UsageError("--headroom is for --calibrate: add --calibrate DATA.")
-    if metric is not None and not auto:
-        raise UsageError("--metric is for --auto: add --auto.")
+    _check_use(_given())
     if headroom is not None:
         choices["headroom"] = headroom
     read = [model, data, calibrate, choices["policy"]]
@@ -202,26 +197,35 @@ def command(
     return int((evidence is not None and not evidence.passed) or (searched is not None and not searched.feasible))
 
 
-def _check_use(auto: bool, verified: bool, data: str | None, calibrate: str | None, tolerance: tuple[str, ...],
-               plan_only: bool, report: tuple[str, ...]) -> None:  # fmt: skip
+def _check_use(given: set[str]) -> None:
     """Refuse options that do not go together.
+
+    Args:
+        given: Names of the parameters that stand on the command line.
 
     Raises:
         UsageError: One of them is without effect here.
     """
     from onnxamp.errors import UsageError
 
-    if data is not None and not (verified or auto):
+    if "data" in given and not given & {"verified", "auto"}:
         raise UsageError("--data is for --auto and --verify: add one of them, or write --calibrate DATA.")
-    if tolerance and not auto:
-        raise UsageError("--tolerance is for --auto: add --auto, or use `onnxamp verify --tolerance`.")
-    if plan_only and (verified or report):
+    if "headroom" in given and "calibrate" not in given:
+        raise UsageError("--headroom is for --calibrate: add --calibrate DATA.")
+    if "auto" not in given:
+        if "tolerance" in given:
+            raise UsageError("--tolerance is for --auto: add --auto, or use `onnxamp verify --tolerance`.")
+        for name in ("metric", "max_evals"):
+            if name in given:
+                raise UsageError(f"--{name.replace('_', '-')} is for --auto: add --auto.")
+    if "plan_only" in given and (idle := [name for name in ("verified", "report") if name in given]):
+        without = "verify" if idle[0] == "verified" else "report"
         raise UsageError(
-            f"--plan-only converts nothing, so there is nothing to {'verify' if verified else 'report'}: leave "
-            f"{'--verify' if verified else '--report'} out{'' if verified else ' (--json prints the decisions)'}."
+            f"--plan-only converts nothing, so there is nothing to {without}: leave --{without} out"
+            f"{'' if without == 'verify' else ' (--json prints the decisions)'}."
         )
-    if auto and (calibrate is not None or plan_only):
-        other = "--plan-only" if plan_only else "--calibrate"
+    if "auto" in given and given & {"calibrate", "plan_only"}:
+        other = "--plan-only" if "plan_only" in given else "--calibrate"
         raise UsageError(f"--auto measures what it decides and writes a policy file itself: leave {other} out.")
 
 

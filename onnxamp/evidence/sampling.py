@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxamp.errors import DataError
+from onnxamp.errors import DataError, UsageError
 from onnxamp.evidence import synthesis
 from onnxamp.evidence.inputs import Data, Sample, model_inputs, samples
 from onnxamp.ort.session import run
@@ -67,6 +67,7 @@ def choose(
         seed: Seed of those.
 
     Raises:
+        UsageError: `count` is below 1, or `dim` names a dimension that no input has.
         DataError: The model runs on nothing that can be made up.
         UnsupportedError: Inputs cannot be made up for this model.
     """
@@ -74,6 +75,8 @@ def choose(
         source = os.fspath(data) if isinstance(data, (str, os.PathLike)) else "the data given"
         given = data
         return Samples(lambda: samples(given, model_inputs(model)), source, made_up=False)
+    if count < 1:
+        raise UsageError(f"count is {count}: at least one sample is to be made up.")
     made, source = _made_up(model, session, dim, count, seed)
     return Samples(lambda: iter(made), source, made_up=True)
 

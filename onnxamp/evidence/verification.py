@@ -65,6 +65,7 @@ class VerifyResult:
         notes: What to know besides.
         divergence: Where an output that fails begins to differ; None if all pass or no single node can be named.
         rows: Rows of all samples together, if the inputs of each have one first size; else None.
+        made_up: Whether the samples were made up.
     """
 
     precision: str
@@ -76,6 +77,7 @@ class VerifyResult:
     notes: tuple[str, ...] = ()
     divergence: Divergence | None = None
     rows: int | None = None
+    made_up: bool = False
 
     @property
     def passed(self) -> bool:
@@ -92,7 +94,7 @@ class VerifyResult:
         count = f"{self.samples} sample" + ("s" if self.samples != 1 else "")
         if self.rows is not None and self.rows != self.samples:
             count += f" ({self.rows} rows)"
-        source = self.data if "made up" in self.data else f"{count} from {self.data}"
+        source = self.data if self.made_up else f"{count} from {self.data}"
         return f"{outcome}: {how}, {source}."
 
     def __repr__(self) -> str:
@@ -138,6 +140,7 @@ def verify(
         check_file: Whether to check the candidate with `onnx.checker` and run it as it is, beside the emulation.
 
     Raises:
+        UsageError: `count` is below 1, or `dim` names a dimension that no input has.
         ModelError: A model is invalid, or the two have other inputs or outputs.
         DataError: The data do not fit, or the reference cannot run on them.
         UnsupportedError: ONNX Runtime has no kernel for a node, or inputs cannot be made up.
@@ -205,6 +208,7 @@ def verify(
         notes=tuple(notes),
         divergence=divergence,
         rows=rows,
+        made_up=feeds.made_up,
     )
 
 

@@ -8,6 +8,8 @@ live as long as the wrapper that holds the value.
 from __future__ import annotations
 
 import ctypes
+import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import onnx
@@ -57,8 +59,13 @@ _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _NAME = b"dltensor"
-# Of C's standard library: the absolute value of the pointer, of which nobody takes notice.
-_NOTHING = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p).value
+
+
+@functools.cache
+def _nothing() -> int | None:
+    """The address of a function of C's standard library: the absolute value of the pointer, of which nobody takes notice."""
+    library = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None)
+    return ctypes.cast(library.labs, ctypes.c_void_p).value
 
 
 class Shared:
@@ -86,7 +93,7 @@ class Shared:
         tensor = _Tensor(
             view.pointer, _DEVICES[view.buffer.device], view.buffer.device_id, len(view.shape), code, bits, 1, shape
         )
-        tensor.deleter = _NOTHING
+        tensor.deleter = _nothing()
         self._alive = (view.buffer, shape, tensor)
         capsule = _capsule(ctypes.addressof(tensor), _NAME, None)
         take = binding.OrtValue.from_dlpack

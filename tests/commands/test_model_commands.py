@@ -173,6 +173,26 @@ def test_a_widened_file_that_cannot_be_verified_is_reported(run: Run, model: pat
     assert found["error"] in " ".join(err.split())
 
 
+WITHOUT_EFFECT = {
+    "--max-evals 3": "--max-evals is for --auto",
+    "--max-evals 30": "--max-evals is for --auto",
+    "--metric m:f": "--metric is for --auto",
+    "--tolerance snr=40": "--tolerance is for --auto",
+    "--headroom 2": "--headroom is for --calibrate",
+    "--auto --tolerance snr=40 --headroom 2": "--headroom is for --calibrate",
+    "--auto --tolerance snr=40 --calibrate made-up": "leave --calibrate out",
+    "--auto --tolerance snr=40 --plan-only": "leave --plan-only out",
+}
+
+
+@pytest.mark.parametrize("options", WITHOUT_EFFECT)
+def test_options_without_effect_are_refused(options: str, run: Run, model: pathlib.Path) -> None:
+    code, _, err = run("convert", "net.onnx", *options.split())
+    assert code == 2
+    assert WITHOUT_EFFECT[options] in err
+    assert [path.name for path in model.parent.iterdir()] == ["net.onnx"]
+
+
 def test_convert_refuses_what_it_cannot_read(run: Run, model: pathlib.Path) -> None:
     pathlib.Path("bad.onnx").write_bytes(model.read_bytes()[:100])
     cases = {

@@ -230,6 +230,25 @@ MISMATCH = {
 }
 
 
+@pytest.mark.parametrize("count", [0, -1])
+def test_at_least_one_sample_is_made_up(count: int) -> None:
+    with pytest.raises(UsageError, match="at least one"):
+        verify(REFERENCE, LOW, count=count)
+    with pytest.raises(UsageError, match="at least one"):
+        calibrate(REFERENCE, count=count)
+
+
+def test_a_file_of_any_name_holds_samples_that_are_counted(tmp_path: pathlib.Path) -> None:
+    np.savez(tmp_path / "made up.npz", **SMALL)
+    result = verify(REFERENCE, LOW, str(tmp_path / "made up.npz"), check_file=False)
+    assert not result.made_up
+    assert "1 sample (2 rows) from " in result.verdict()
+    made = verify(REFERENCE, LOW, check_file=False)
+    assert made.made_up
+    assert "4 samples made up from names" in made.verdict()
+    assert made.to_dict()["made_up"] is True
+
+
 @pytest.mark.parametrize("case", MISMATCH)
 def test_other_interfaces(case: str) -> None:
     text, word = MISMATCH[case]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import json
 import pathlib
 import sys
@@ -402,3 +404,26 @@ def test_a_node_that_openvino_does_not_read_is_named():
     assert isinstance(error, UnsupportedError)
     told = "OpenVINO does not take ScatterND 'grad/tokens' of model.onnx (Unsupported value of attribute: `reduction`)."
     assert str(error) == told
+
+
+def test_what_shares_memory_is_imported_where_the_c_library_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows `CDLL(None)` is a TypeError."""
+    asked: list[str | None] = []
+
+    def load(name: str | None) -> ctypes.CDLL:
+        if name is None:
+            raise TypeError("bad argument type for built-in operation")
+        asked.append(name)
+        return real(None)
+
+    real = ctypes.CDLL
+    spec = importlib.util.find_spec("onnxamp.ort.dlpack")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with monkeypatch.context() as windows:
+        windows.setattr(ctypes, "CDLL", load)
+        windows.setattr(sys, "platform", "win32")
+        spec.loader.exec_module(module)
+        assert module._nothing()
+    assert asked == ["msvcrt"]
