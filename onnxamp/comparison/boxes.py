@@ -228,8 +228,11 @@ class Builder:
             rows += [(str(k), str(v), str(v)) for k, v in made.evidence.items()]
             facts.append((f"Decision {made.code}", rows))
         for number in measured:
-            snr = "equal" if number.snr is None else f"{number.snr:.1f} dB"
-            pairs = [("max error", f"{number.max_error:.4g}"), ("max value", f"{number.scale:.4g}"), ("SNR", snr)]
+            pairs = [
+                ("max error", f"{number.max_error:.4g}"),
+                ("max value", f"{number.scale:.4g}"),
+                ("SNR", number.ratio),
+            ]
             heading = "Numbers" if len(measured) == 1 else f"Numbers of {number.counterpart}"
             facts.append((heading, [(label, v, v) for label, v in pairs]))
         for heading, ours, theirs in (
@@ -262,8 +265,7 @@ def _status(own: bool, matched: bool, edited: bool, retyped: bool) -> str:
 
 def _heat(value: ValueNumbers) -> float:
     """0 at an SNR of 90 dB and above, 1 at 10 dB and below and where values of its own are NaN or infinite."""
-    snr = 200.0 if value.snr is None else value.snr
-    return 1.0 if value.nonfinite else min(1.0, max(0.0, (90.0 - snr) / 80.0))
+    return 1.0 if value.nonfinite else min(1.0, max(0.0, (90.0 - value.decibels) / 80.0))
 
 
 def _in_order(scope: Scope) -> list[ir.Node]:

@@ -19,11 +19,10 @@ from onnxamp.errors import DataError
 from onnxamp.evidence.inputs import Data
 from onnxamp.evidence.locate import DIVERGED_DB
 from onnxamp.evidence.sampling import choose
-from onnxamp.evidence.values import Fetcher, clamped
+from onnxamp.evidence.values import SideBySide, clamped
+from onnxamp.evidence.verification import cast_sample
 from onnxamp.ort.session import SessionConfig, open_session
 from onnxamp.passes.emulate import emulate
-
-AT_ONCE = 64  # values fetched by one run: bounds memory
 
 
 @dataclasses.dataclass
@@ -56,9 +55,7 @@ class _Sums:
 
     @property
     def snr(self) -> float | None:
-        if not self.noise:
-            return None
-        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+        return 10 * math.log10(self.signal / self.noise) if self.signal and self.noise else None
 
 
 def measured(
@@ -78,7 +75,7 @@ def measured(
         result: Its diff.
         data: Samples as `onnxamp.evidence.inputs.samples` takes them, or None or ``"synthetic"`` to make them up.
         count: How many samples to make up.
-        step: Called after each run of both models, `AT_ONCE` values of one sample.
+        step: Called after each run of both models, which gives some of the values of one sample.
 
     Raises:
         DataError: The data do not fit the first model, or a model does not run on them.
@@ -87,11 +84,11 @@ def measured(
     """
     a, b, match = comparison.a, comparison.b, comparison.match
     pairs = _pairs(comparison)
-    config = SessionConfig(provider="cpu", optimization="basic")
-    run_as = [emulate(side.model) if _low(side) else side.model for side in (a, b)]
+    config = SessionConfig(provider="cpu")
+    ours, theirs = (emulate(side.model) if _low(side) else side.model for side in (a, b))
     given = None if data is None or (isinstance(data, str) and data == "synthetic") else data
-    feeds = choose(a.model, open_session(run_as[0], config), given, count=count)
-    fetch = [Fetcher(run_as[k], [pair[k].name or "" for pair in pairs], config) for k in (0, 1)]
+    feeds = choose(a.model, open_session(ours, config) if given is None else None, given, count=count)
+    both = SideBySide((ours, theirs), [(one.name or "", other.name or "") for one, other in pairs], config)
     partners = {
         other.name or "": one.name or "" for one in a.model.graph.inputs if (other := match.values.get(one)) is not None
     }
@@ -99,20 +96,14 @@ def measured(
     sums = [_Sums() for _ in pairs]
     done = 0
     for sample in feeds:
-        theirs = _feeds(sample, b.model, partners)
-        for start in range(0, len(pairs), AT_ONCE):
-            group = pairs[start : start + AT_ONCE]
-            names = [[pair[k].name or "" for pair in group] for k in (0, 1)]
-            left, right = fetch[0](sample, names[0]), fetch[1](theirs, names[1])
-            for total, mine, other in zip(sums[start : start + AT_ONCE], *names, strict=True):
-                want, got = np.asarray(left[mine]), np.asarray(right[other])
-                if want.shape == got.shape:  # another shape follows from values that already differ
-                    total.add(want, got, limit)
-            step()
+        values = both((sample, _feeds(sample, b.model, partners)), step)
+        for total, (want, got) in zip(sums, values, strict=True):
+            if np.shape(want) == np.shape(got):  # another shape follows from values that already differ
+                total.add(np.asarray(want), np.asarray(got), limit)
         done += 1
-    values = tuple(_record(b, pair, total) for pair, total in zip(pairs, sums, strict=True) if total.elements)
-    first = next((v.name for v in values if v.nonfinite or (v.snr is not None and v.snr < DIVERGED_DB)), "")
-    return dataclasses.replace(result, numbers=Numbers(feeds.source, done, values, first, DIVERGED_DB))
+    records = tuple(_record(b, pair, total) for pair, total in zip(pairs, sums, strict=True) if total.elements)
+    first = next((record.name for record in records if record.nonfinite or record.decibels < DIVERGED_DB), "")
+    return dataclasses.replace(result, numbers=Numbers(feeds.source, done, records, first, DIVERGED_DB))
 
 
 def _pairs(comparison: Comparison) -> list[tuple[ir.Value, ir.Value]]:
@@ -147,19 +138,14 @@ def _feeds(sample: Mapping[str, Any], model: ir.Model, partners: Mapping[str, st
             raise DataError(
                 f"The second model's input {name!r} is none of the first model's, so the data do not feed it."
             )
-        array = sample[key]
-        if isinstance(array, np.ndarray) and value.dtype in BY_IR and array.dtype != value.dtype.numpy():
-            with np.errstate(over="ignore"):
-                array = array.astype(value.dtype.numpy())
-        feeds[name] = array
-    return feeds
+        feeds[name] = sample[key]
+    return cast_sample(feeds, model)
 
 
 def _record(side: Side, pair: tuple[ir.Value, ir.Value], total: _Sums) -> ValueNumbers:
     one, other = pair
     node = other.producer()
     assert node is not None
-    snr = total.snr
     return ValueNumbers(
         name=one.name or "",
         counterpart=other.name or "",
@@ -167,7 +153,7 @@ def _record(side: Side, pair: tuple[ir.Value, ir.Value], total: _Sums) -> ValueN
         op=side.ref(node).op,
         max_error=total.max_error,
         scale=total.scale,
-        snr=None if snr is None else max(snr, -999.0),
+        snr=total.snr,
         nonfinite=total.nonfinite,
         elements=total.elements,
         clamped=total.clamped,

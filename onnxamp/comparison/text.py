@@ -235,14 +235,14 @@ def _constants(result: GraphDiff, everything: bool) -> Part:
 
 
 def _numbers(numbers: Numbers) -> Part:
-    worst_first = sorted(numbers.values, key=lambda v: (v.nonfinite == 0, v.snr is None, v.snr or 0.0))
+    worst_first = sorted(numbers.values, key=lambda v: (v.nonfinite == 0, v.decibels))
     rows = [
         (
             v.name,
             f"{v.node} ({v.op})",
             f"{v.max_error:.3g}",
             f"{v.scale:.3g}",
-            "equal" if v.snr is None else f"{v.snr:.1f} dB",
+            v.ratio,
             str(v.nonfinite) + (f", {v.clamped} clamped" if v.clamped else ""),
         )
         for v in worst_first

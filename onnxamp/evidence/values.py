@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,39 @@ class Fetcher:
         return run(self._session, sample, list(dict.fromkeys(names)))
 
 
+class SideBySide:
+    """A session on each of two models that gives values of both, for one sample after the other.
+
+    Args:
+        models: Both models; what holds 16-bit types emulated.
+        names: A value of the first with its counterpart in the second, as many as are wanted.
+        config: Session options. Optimizations that fuse values away are off.
+    """
+
+    def __init__(
+        self, models: tuple[ir.Model, ir.Model], names: Sequence[tuple[str, str]], config: SessionConfig
+    ) -> None:
+        self._names = names
+        config = dataclasses.replace(config, optimization="basic")
+        self._fetch = [Fetcher(model, [pair[k] for pair in names], config) for k, model in enumerate(models)]
+
+    def __call__(
+        self, feeds: tuple[Mapping[str, Any], Mapping[str, Any]], step: Callable[[], object] = lambda: None
+    ) -> Iterator[tuple[Any, Any]]:
+        """Each pair of values, in the order of the names.
+
+        Args:
+            feeds: The sample as the first and as the second model takes it.
+            step: Called after each run of both models.
+        """
+        for start in range(0, len(self._names), _AT_ONCE):
+            group = self._names[start : start + _AT_ONCE]
+            left, right = (self._fetch[k](feeds[k], [pair[k] for pair in group]) for k in (0, 1))
+            step()
+            for one, other in group:
+                yield left[one], right[other]
+
+
 def side_by_side(
     reference: ir.Model,
     emulated: ir.Model,
@@ -99,14 +132,9 @@ def side_by_side(
         emulated: ``emulate(candidate)``.
         pairs: From `matched(reference, candidate)`, as many as are wanted.
         feeds: The sample in the types of the reference and of the candidate.
-        config: Session options; the CPU where None. Optimizations that fuse values away are off.
+        config: Session options; the CPU where None.
     """
-    config = dataclasses.replace(config or SessionConfig(provider="cpu"), optimization="basic")
-    ours = Fetcher(reference, [pair.reference for pair in pairs], config)
-    theirs = Fetcher(emulated, [pair.candidate for pair in pairs], config)
-    for start in range(0, len(pairs), _AT_ONCE):
-        group = pairs[start : start + _AT_ONCE]
-        left = ours(feeds[0], [pair.reference for pair in group])
-        right = theirs(feeds[1], [pair.candidate for pair in group])
-        for pair in group:
-            yield pair, left[pair.reference], right[pair.candidate]
+    names = [(pair.reference, pair.candidate) for pair in pairs]
+    both = SideBySide((reference, emulated), names, config or SessionConfig(provider="cpu"))
+    for pair, (want, got) in zip(pairs, both(feeds), strict=True):
+        yield pair, want, got

@@ -273,6 +273,40 @@ def test_numbers_find_the_node_that_goes_wrong() -> None:
     assert measured(same, same.result(), None).numbers.first_divergence == ""
 
 
+def test_a_value_that_is_zero_in_the_first_model_has_no_ratio_and_diverges() -> None:
+    from onnxamp.comparison.compare import Comparison
+    from onnxamp.comparison.measure import measured
+    from onnxamp.comparison.text import to_text
+
+    def shifted(by: float):
+        made = model([relu("x", "a"), helper.make_node("Add", ["a", "w"], ["b"], "shift"), relu("b", "y")])
+        made.graph.initializer.append(helper.make_tensor("w", FLOAT, [8], [by] * 8))
+        return made
+
+    x = {"x": -np.ones((2, 8), np.float32)}
+    comparison = Comparison(shifted(0.0), shifted(1e-20))
+    result = measured(comparison, comparison.result(), x)
+    assert result.numbers is not None
+    found = {value.name: (value.snr, value.decibels, value.ratio) for value in result.numbers.values}
+    assert found["a"] == (None, np.inf, "equal")
+    assert found["b"] == found["y"] == (None, -np.inf, "no signal")
+    assert result.numbers.first_divergence == "b"
+    assert "no signal" in to_text(result)
+    small = Comparison(shifted(1e-38), shifted(1e38))  # the ratio that it is, however low
+    numbers = measured(small, small.result(), x).numbers
+    assert numbers is not None
+    assert {value.name: value.snr for value in numbers.values}["b"] == pytest.approx(-1520, abs=1e-3)
+
+
+def test_data_that_are_given_need_no_session_to_try_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from onnxamp.comparison import measure
+    from onnxamp.comparison.compare import Comparison
+
+    monkeypatch.delattr(measure, "open_session")
+    comparison = Comparison(model([relu("x", "y")]), model([relu("x", "y")]))
+    assert measure.measured(comparison, comparison.result(), {"x": np.ones((2, 8), np.float32)}).numbers is not None
+
+
 def test_numbers_round_where_the_second_model_holds_16_bits() -> None:
     """Overflow in fp16 shows, although ONNX Runtime's CPU provider would hide it."""
     before = model(
