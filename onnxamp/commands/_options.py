@@ -13,6 +13,9 @@ from onnxamp.errors import RuntimeMissingError, UsageError
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+BATCH_SIZE = 32
+"""Rows of a micro-batch where neither the user nor a run says how many."""
+
 
 def sizes(entries: Iterable[str]) -> dict[str, int]:
     """``NAME=N`` entries as a mapping.

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from onnxamp.commands._configured import pairs
+from onnxamp.commands._options import BATCH_SIZE
 from onnxamp.commands._training_options import OPTION_NAMES, build_arguments
 from onnxamp.errors import AmpError, RankLostError, UsageError
 from onnxamp.model import io
@@ -137,7 +138,7 @@ class Session:
         else:
             self._say(f"going on from {newest}")
             trainer = Trainer.load(newest, provider, bundle=bundle, **shared)
-            size = trainer.regroup(self.effective.get("batch-size", 32))
+            size = trainer.regroup(self.effective.get("batch-size", BATCH_SIZE))
             if trainer.accumulate != accumulate:
                 self._say(f"windows keep their rows: now {trainer.accumulate} micro-batches of {size} in each process")
             self.effective |= {"batch-size": size, "accumulate": trainer.accumulate}
@@ -163,7 +164,7 @@ class Session:
             raise UsageError("--global-batch finds --batch-size and --accumulate itself; give one or the others.")
         bundle, names = self._bundle()
         provider = options["provider"]
-        size, accumulate = options["batch_size"] or 32, options["accumulate"] or 1
+        size, accumulate = options["batch_size"] or BATCH_SIZE, options["accumulate"] or 1
         if options["global_batch"]:
             size, accumulate = micro_batch(
                 bundle, provider, self.data, self.columns, options["global_batch"], self.collective
@@ -243,7 +244,7 @@ class Session:
         if not isinstance(self.data, Arrays):
             return int(steps) if steps else None
         rows: int = self.data.rows
-        size, accumulate = options["batch_size"] or 32, options["accumulate"] or 1
+        size, accumulate = options["batch_size"] or BATCH_SIZE, options["accumulate"] or 1
         window = options["global_batch"]
         whole = size * self.collective.world_size
         windows = math.ceil(rows / window) if window else math.ceil(math.ceil(rows / whole) / accumulate)
@@ -258,7 +259,7 @@ class Session:
             columns=self.columns,
             epochs=options["epochs"] if options["epochs"] or options["steps"] else 1,
             steps=options["steps"],
-            batch_size=self.effective.get("batch-size", 32),
+            batch_size=self.effective.get("batch-size", BATCH_SIZE),
             eval_every=options["eval_every"],
             metrics=tuple(metric(name, **trainer.metric_options) for name in options["metric"]),
             early_stop=options["early_stop"],

@@ -19,8 +19,6 @@ _SCHEDULE = ("total_steps", "start_factor", "end_factor", "eta_min", "power", "s
 _SCALE = ("init_scale", "growth_interval")
 # Options that the Python arguments call otherwise.
 _RENAMED = {"class_weights": "weight", "class_axis": "axis"}
-# What the schedules call their length.
-_LENGTH = {"cosine": "T_max", "linear": "total_iters", "polynomial": "total_iters", "constant": "total_iters"}
 
 _OPTIONS = (
     click.option("--loss", metavar="NAME|FILE", help="cross_entropy, nll, binary_cross_entropy_with_logits, kl_div, mse, l1, "

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from onnxamp.commands._options import BATCH_SIZE
+
 if TYPE_CHECKING:
     from onnxamp.evidence.observe import Observed
     from onnxamp.trainer.diagnose import BadData, Diagnosis
@@ -31,7 +33,9 @@ _COLUMNS = ("value", "node", "half", "type", "smallest", "largest", "NaN", "Inf"
 )
 @click.option("--checkpoint", help="Of a run: best, last (default), or a checkpoint's file.")
 @click.option(
-    "--batch-size", type=click.IntRange(min=1), help="Most rows of a micro-batch.  [default: the run's; of a model 32]"
+    "--batch-size",
+    type=click.IntRange(min=1),
+    help=f"Most rows of a micro-batch.  [default: the run's; of a model {BATCH_SIZE}]",
 )
 @click.option(
     "--rows", type=click.IntRange(min=1), default=64, show_default=True, help="Rows to look at, bad ones first."
@@ -160,7 +164,9 @@ def _look(
         fields = model_fields(source)
     binding = bind(open_data(data), fields, columns=pairs(column, "--column"), optional=("weights",))
     bad_data = diagnose.bad_rows(binding)
-    batches = diagnose.chosen_batches(binding, batch_size or 32, rows, [row for bad in bad_data for row in bad.rows])
+    batches = diagnose.chosen_batches(
+        binding, batch_size or BATCH_SIZE, rows, [row for bad in bad_data for row in bad.rows]
+    )
     found = []
     for level in wanted:
         bundle = bundles.get(level)

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from onnxamp.commands._configured import ConfiguredCommand
+from onnxamp.commands._options import BATCH_SIZE
 from onnxamp.commands._training_options import OPTION_NAMES, training_options
 
 # What a run that goes on cannot change: it is in the graphs, or decides which rows come next.
@@ -38,7 +39,7 @@ _FIXED = frozenset(
 @click.option("-o", "--output", metavar="RUN", help="The folder of the run.")
 @click.option("--epochs", type=click.IntRange(min=1), help="Passes over the data.  [default: 1, if no --steps]")
 @click.option("--steps", type=click.IntRange(min=1), help="Updates after which to end.")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a micro-batch.  [default: 32]")
+@click.option("--batch-size", type=click.IntRange(min=1), help=f"Rows of a micro-batch.  [default: {BATCH_SIZE}]")
 @click.option("--accumulate", type=click.IntRange(min=1), help="Micro-batches in a window.  [default: 1]")
 @click.option("--global-batch", type=click.IntRange(min=1), help="Rows of a window: finds the largest micro-batch.")
 @click.option(

@@ -17,7 +17,8 @@ import pytest
 from onnx import helper, numpy_helper, parser
 
 from onnxamp.errors import AmpError, DataError, ModelError, RuntimeMissingError, UnsupportedError, UsageError
-from onnxamp.ort import providers, session, worker
+from onnxamp.model.signatures import TYPE_ATTRIBUTES
+from onnxamp.ort import precision, providers, session, worker
 from onnxamp.ort.binding import Binding
 from onnxamp.ort.session import SessionConfig, open_session, run, session_options
 
@@ -427,3 +428,8 @@ def test_what_shares_memory_is_imported_where_the_c_library_has_another_name(mon
         spec.loader.exec_module(module)
         assert module._nothing()
     assert asked == ["msvcrt"]
+
+
+def test_the_worker_knows_all_attributes_that_name_types() -> None:
+    """It has a list of its own, since it does without onnx-ir."""
+    assert precision._TYPES == TYPE_ATTRIBUTES
