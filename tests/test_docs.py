@@ -1,5 +1,7 @@
 """The documentation claims of GPUs only what was measured or placed, and says which, in one form."""
 
+import ast
+import importlib
 import pathlib
 import re
 
@@ -70,6 +72,36 @@ def test_every_claim_on_gpus_says_measured_or_placed():
         marked[name] for name in ("README.md", "gpu.md", "providers.md", "distributed.md", "trainer.md", "AMP301")
     )
     assert sum(marked.values()) >= 30
+
+
+def blocks(text: str) -> str:
+    """The Python blocks of a page, one after the other."""
+    return "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
+
+
+def test_names_that_the_pages_teach_are_in_the_api():
+    listed = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"auto(?:function|class):: ([\w.]+)", listed))
+    modules = [importlib.import_module(name) for name in re.findall(r"automodule:: ([\w.]+)", listed)]
+    taught = set()
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for node in ast.walk(ast.parse(blocks(page.read_text(encoding="utf-8")))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("onnxamp."):
+                taught |= {(node.module, alias.name) for alias in node.names}
+    assert len(taught) >= 10
+    for module, name in sorted(taught):
+        taught_one = getattr(importlib.import_module(module), name)
+        alone = {f"{module}.{name}", f"{taught_one.__module__}.{name}"} & names
+        assert alone or any(getattr(each, name, None) is taught_one for each in modules), f"{module}.{name}"
+
+
+def test_the_readme_links_to_files_that_the_repository_has():
+    ignored = {line.rstrip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").split()}
+    links = re.findall(r"\]\(((?!https?:)[^)#]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(links) >= 8
+    for link in links:
+        assert (ROOT / link).exists(), link
+        assert not {link, *map(str, pathlib.PurePath(link).parents)} & ignored, link
 
 
 def test_the_list_of_descriptive_sentences_has_no_dead_entry():

@@ -168,7 +168,7 @@ def _planned(model: ir.Model, node: ir.Node, choices: dict[str, str]) -> Any:
     from onnxamp.policy.raising import plan_at_best_opset
     from onnxamp.policy.user import label
 
-    found = plan_at_best_opset(model, Options(**choices)).nodes  # type: ignore[arg-type]  # read from the file by name
+    found = plan_at_best_opset(model, Options(**choices)).nodes  # type: ignore[arg-type]  # command-line options by name
     # A later opset is planned on a copy, in which the node has the same name.
     return found.get(node) or next((decided for twin, decided in found.items() if label(twin) == label(node)), None)
 

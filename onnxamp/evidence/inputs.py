@@ -79,9 +79,9 @@ def samples(data: Data, inputs: list[Input], limit: int | None = None) -> Iterat
     """The samples in `data`, checked and cast to the types of `inputs`.
 
     Args:
-        data: An `.npz` file, a folder of `.npz` or `.npy` files, one mapping, an iterable of mappings, or a
-            `CalibrationDataReader`. An array with one dimension more than its input is a stack of samples; where the
-            model fixes the first dimension, rows are dealt out in that size, the last ones together with some before them.
+        data: An `.npz` file, a folder of `.npz` or `.npy` files, an `.npy` file for an only input, one mapping, an iterable of
+            mappings, or a `CalibrationDataReader`. An array with one dimension more than its input is a stack of samples; where
+            the model fixes the first dimension, rows are dealt out in that size, the last ones together with some before them.
         inputs: What the model asks for. Arrays that it does not ask for (labels, say) are left aside.
         limit: Stop after this many.
 
@@ -130,7 +130,7 @@ def _files(path: pathlib.Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             raise UsageError(f"The folder {path} holds neither .npz nor .npy files.")
     elif path.is_file():
         loaded = _load(path)
-        yield str(path), loaded if isinstance(loaded, Mapping) else {path.stem: loaded}
+        yield str(path), loaded if isinstance(loaded, Mapping) else {"arr_0": loaded}
     else:
         raise UsageError(f"No such data file or folder: {path}.")
 
@@ -147,7 +147,7 @@ def _load(path: pathlib.Path) -> Any:
 
 
 def _named(group: Mapping[str, Any], inputs: list[Input], where: str) -> dict[str, Any]:
-    """The arrays of the inputs; numpy's positional names (``arr_0``) and the only array for the only input count too."""
+    """The arrays of the inputs, by their names or by numpy's for arrays without one (``arr_0``), as that of a lone ``.npy`` file."""
     names = [item.name for item in inputs]
     if not set(names) <= set(group):
         positions = [f"arr_{index}" for index in range(len(names))]

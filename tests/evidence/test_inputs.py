@@ -88,6 +88,17 @@ def test_forms_of_data(form: str, tmp_path: pathlib.Path) -> None:
     assert (found[0]["x"].dtype, found[0]["ids"].dtype) == (np.float32, np.int64)
 
 
+def test_a_lone_npy_file_is_the_only_input_whatever_it_is_called(tmp_path: pathlib.Path) -> None:
+    one = model("g (float[batch,3] x) => (float[batch,3] y) { y = Identity(x) }")
+    np.save(tmp_path / "pictures.npy", X)
+    (sample,) = samples(tmp_path / "pictures.npy", model_inputs(one))
+    np.testing.assert_array_equal(sample["x"], X)
+    with pytest.raises(DataError, match="lacks the model's input x"):
+        list(samples(tmp_path / "pictures.npy", model_inputs(TWO)))
+    with pytest.raises(DataError, match="lacks the model's input x"):  # a name that was given is not overlooked
+        list(samples({"labels": X}, model_inputs(one)))
+
+
 def test_rows_are_dealt_out_to_a_fixed_batch() -> None:
     found = list(samples({"x": X, "ids": IDS}, model_inputs(FIXED)))
     assert [sample["ids"].tolist() for sample in found] == [[0, 1], [2, 3]]
