@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,52 +18,10 @@ from onnx.reference.ops.op_grid_sample import GridSample as ReferenceGridSample
 from onnx.reference.ops.op_loop import Loop as ReferenceLoop
 from onnx.reference.ops.op_max_pool import MaxPool as ReferenceMaxPool
 from onnx.reference.ops.op_scan import Scan as ReferenceScan
+from operator_case import Case
 
 from onnxamp import autodiff
 from onnxamp.model.types import infer
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One node. `inputs`: a shape is a float input to differentiate, an array a constant (float64: of the case's type), None an empty
-    input.
-
-    Attributes:
-        low, high: Range of the sampled values. They are distinct multiples of a step, so that no kink is near.
-        symbolic: Which dimensions get names in further variants, separated by blanks: all, batch (the first of the first
-            input), space (batch and all from the third on), sequence (time and batch of recurrent operators); or none.
-        outputs: Number of outputs that receive a seed, or a list of names with empty ones.
-        frozen: Positions of float inputs that are not differentiated.
-        ort: Also run the gradient graph in float32 on ONNX Runtime.
-        seeded: The only output that receives a seed.
-        runner: What evaluates in float64: the reference evaluator, or ONNX Runtime where the former cannot.
-        oracle: The operator in PyTorch. Its float64 autograd replaces the differences where neither evaluator has the
-            operator in float64 or gets it right; the gradient graph then runs in float32 only.
-        shapes: Shapes of the outputs, for operators without shape inference.
-    """
-
-    op: str
-    inputs: Sequence[Any]
-    attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
-    low: float = -2.0
-    high: float = 2.0
-    symbolic: str = "all"
-    outputs: int | list[str] = 1
-    frozen: Sequence[int] = ()
-    opset: int = 18
-    note: str = ""
-    domain: str = ""
-    ort: bool = True
-    seeded: int | None = None
-    runner: str = "reference"
-    oracle: Callable[..., Any] | None = None
-    shapes: Sequence[tuple[int, ...]] = ()
-
-    @property
-    def id(self) -> str:
-        shapes = "_".join("x".join(map(str, i)) if isinstance(i, tuple) else "c" for i in self.inputs if i is not None)
-        keys = ",".join(f"{key}={value}" for key, value in self.attributes.items())
-        return f"{self.op}-{shapes}-{keys}{self.note}".replace(" ", "")
 
 
 def samples(case: Case) -> dict[str, np.ndarray]:
@@ -343,7 +299,7 @@ def check(case: Case) -> None:
 
 @pytest.fixture
 def check_case():
-    return lambda case: check(Case(**case))
+    return check
 
 
 @pytest.fixture

@@ -6,30 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-
-
-def case(op, *inputs, **options):
-    names = (
-        "low",
-        "high",
-        "symbolic",
-        "outputs",
-        "frozen",
-        "opset",
-        "note",
-        "ort",
-        "seeded",
-        "runner",
-        "domain",
-        "oracle",
-    )
-    known = {name: options.pop(name) for name in names if name in options}
-    return {"op": op, "inputs": inputs, "attributes": options, **known}
-
-
-def ints(*values):
-    return np.asarray(values, np.int64)
-
+from operator_case import case, ints
 
 EINSUMS = [
     case("Einsum", (2, 3), (3, 4), equation="ij,jk->ik"),
@@ -199,7 +176,7 @@ LOSSES = [
 CASES = EINSUMS + RESIZES + FUNCTIONS + RECURRENT + LOSSES
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda item: f"{item['op']}-{item['inputs'] and item['inputs'][0]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda item: item.id)
 def test_rule(check_case, case):
     check_case(case)
 

@@ -8,21 +8,9 @@ import onnx_ir as ir
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
+from operator_case import END, case, ints
 
 from onnxamp import autodiff
-
-END = 2**63 - 1
-
-
-def case(op, *inputs, **options):
-    names = ("low", "high", "symbolic", "outputs", "frozen", "opset", "note", "ort", "seeded", "runner")
-    known = {name: options.pop(name) for name in names if name in options}
-    return {"op": op, "inputs": inputs, "attributes": options, **known}
-
-
-def ints(*values):
-    return np.asarray(values, np.int64)
-
 
 BINARY = [
     case(op, a, b)
@@ -165,7 +153,7 @@ SOFTMAX = [case(op, (2, 3, 4), axis=axis) for op in ("Softmax", "LogSoftmax") fo
 CASES = BINARY + CHOICES + UNARY + REDUCTIONS + SHAPES + PRODUCTS + SOFTMAX
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda item: f"{item['op']}-{item['inputs'] and item['inputs'][0]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda item: item.id)
 def test_rule(check_case, case):
     check_case(case)
 

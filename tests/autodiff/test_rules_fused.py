@@ -9,37 +9,13 @@ import onnxruntime as ort
 import pytest
 import torch
 import torch.nn.functional as F
+from operator_case import case, ints
 
 from onnxamp.autodiff import gradient_model
-
-_OPTIONS = (
-    "low",
-    "high",
-    "symbolic",
-    "outputs",
-    "frozen",
-    "opset",
-    "note",
-    "ort",
-    "seeded",
-    "runner",
-    "domain",
-    "oracle",
-    "shapes",
-)
-
-
-def case(op, *inputs, **options):
-    known = {name: options.pop(name) for name in _OPTIONS if name in options}
-    return {"op": op, "inputs": inputs, "attributes": options, **known}
 
 
 def fused(op, *inputs, **options):
     return case(op, *inputs, **{"domain": "com.microsoft", "symbolic": "batch", **options})
-
-
-def ints(*values):
-    return np.asarray(values, np.int64)
 
 
 def rms(x, scale, eps=1e-5):
@@ -336,7 +312,7 @@ RECURRENT = [recurrence(*variant) for variant in VARIANTS]
 CASES = FUSED + ATTENTIONS + SHARED + RECURRENT
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda item: item["op"])
+@pytest.mark.parametrize("case", CASES, ids=lambda item: item.id)
 def test_rule(check_case, case):
     check_case(case)
 

@@ -6,31 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-
-END = 2**63 - 1
-
-
-def case(op, *inputs, **options):
-    names = (
-        "low",
-        "high",
-        "symbolic",
-        "outputs",
-        "frozen",
-        "opset",
-        "note",
-        "ort",
-        "seeded",
-        "runner",
-        "domain",
-        "oracle",
-    )
-    known = {name: options.pop(name) for name in names if name in options}
-    return {"op": op, "inputs": inputs, "attributes": options, **known}
-
-
-def ints(*values):
-    return np.asarray(values, np.int64)
+from operator_case import case, ints
 
 
 def mvn(x, axes):
@@ -250,7 +226,7 @@ POOLS = [
 CASES = ACTIVATIONS + GATHERS + NORMS + CONVS + TRANSPOSED + POOLS
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda item: f"{item['op']}-{item['inputs'] and item['inputs'][0]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda item: item.id)
 def test_rule(check_case, case):
     check_case(case)
 

@@ -12,32 +12,9 @@ import onnxruntime as ort
 import pytest
 import torch
 import torch.nn.functional as F
+from operator_case import case, ints
 
 from onnxamp.autodiff import gradient_model
-
-_OPTIONS = (
-    "low",
-    "high",
-    "symbolic",
-    "outputs",
-    "frozen",
-    "opset",
-    "note",
-    "ort",
-    "seeded",
-    "runner",
-    "domain",
-    "oracle",
-)
-
-
-def case(op, *inputs, **options):
-    known = {name: options.pop(name) for name in _OPTIONS if name in options}
-    return {"op": op, "inputs": inputs, "attributes": options, **known}
-
-
-def ints(*values):
-    return np.asarray(values, np.int64)
 
 
 def sampled(mode, padding, corners):
@@ -214,9 +191,7 @@ OTHERS = [
 CASES = GRIDS + AFFINE + DEFORMED + ALIGNED + POOLED + KEPT + FOURIER + REDUCED + OTHERS
 
 
-@pytest.mark.parametrize(
-    "case", CASES, ids=lambda item: f"{item['op']}-{item['inputs'][0] if isinstance(item['inputs'][0], tuple) else 'c'}"
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda item: item.id)
 def test_rule(check_case, case):
     check_case(case)
 
