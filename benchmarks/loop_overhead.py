@@ -46,8 +46,12 @@ class Clock(Callback):
         self._runs, self._inside_wall, self._inside_own = 0, 0.0, 0.0
         self._ended = (time.perf_counter(), time.thread_time())
         original = InferenceSession.run_with_iobinding
+        training = threading.get_ident()
 
         def run(*arguments) -> None:
+            if threading.get_ident() != training:  # a share of the update: the training thread waits for it
+                original(*arguments)
+                return
             wall, own = time.perf_counter(), time.thread_time()
             original(*arguments)
             self._runs += 1

@@ -261,6 +261,8 @@ def _is_group_constant(node: ir.Node, position: int, value: ir.Value) -> bool:
     if len(around) < 2 or any(other is None or other.op_type != "Reshape" for other in around):
         return False
     tensor = value.const_value
+    if noted(value):  # a fresh InstanceNorm that PyTorch's exporter says is one
+        return False
     return tensor is not None and bool((tensor.numpy() == (1 if position == 1 else 0)).all())
 
 

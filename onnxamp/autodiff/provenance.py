@@ -16,6 +16,8 @@ _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _DIFFERENT = 0.9
 # How far points of one circle may be from it: tables of sines are stored in FP32 or FP16.
 _CIRCLE = 2e-3
+# How far steps of one ramp may differ, for the same reason, to its largest number.
+_STEP = 1e-3
 
 
 def noted(value: ir.Value) -> bool | None:
@@ -27,12 +29,26 @@ def noted(value: ir.Value) -> bool | None:
 def looks_learned(array: NDArray[Any]) -> bool:
     """Whether the numbers look drawn or trained, and not made by a formula.
 
-    Masks, grids, distances, zeros and ones repeat few numbers; tables of sines and cosines hold points of one circle.
+    Masks, grids, distances, zeros and ones repeat few numbers; tables of sines and cosines hold points of one circle;
+    coordinates and frequencies go on by one step or one factor.
     """
     values = np.asarray(array, np.float64)
     if values.size < 2 or not np.isfinite(values).all():
         return False
-    return bool(len(np.unique(values)) >= _DIFFERENT * values.size and not _is_waves(values))
+    different = len(np.unique(values)) >= _DIFFERENT * values.size
+    return bool(different and not _is_waves(values) and not _is_ramp(values))
+
+
+def _is_ramp(values: NDArray[np.float64]) -> bool:
+    """Whether all numbers, or those along some axis, go on by one step or by one factor."""
+    for table in (values, np.log(np.abs(values) + (values == 0))):
+        for ramp in (table.reshape(1, -1), *(np.moveaxis(table, axis, -1) for axis in range(table.ndim))):
+            steps = np.diff(ramp, axis=-1)
+            if steps.shape[-1] < 2:
+                continue
+            if (np.abs(steps - np.median(steps, -1, keepdims=True)) <= _STEP * np.abs(ramp).max()).all():
+                return True
+    return False
 
 
 def _is_waves(values: NDArray[np.float64]) -> bool:

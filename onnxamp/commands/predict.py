@@ -50,7 +50,7 @@ def command(
     from onnxamp.trainer.data import open_data
     from onnxamp.trainer.export import exported, load_trained
     from onnxamp.trainer.metrics import metrics_of
-    from onnxamp.trainer.predict import predict, score, write_npz
+    from onnxamp.trainer.predict import compared_columns, predict, score, write_npz
 
     if output is None and not metric:
         raise UsageError("What should come of it? Give -o FILE.npz, --metric NAME, or both.")
@@ -62,18 +62,20 @@ def command(
     if not Path(model).is_dir() and (checkpoint or weights != "master"):
         raise UsageError("--checkpoint and --weights are for the folder of a run, and MODEL is a file.")
     columns, source = pairs(column, "--column"), open_data(data)
+    bundle = load_trained(model, checkpoint).bundle if metric and Path(model).is_dir() else None
+    compared = compared_columns(bundle) if metric else ()
     with exported(model, checkpoint=checkpoint, weights=weights) as path:
-        outputs, notes = predict(path, source, batch_size=batch_size, columns=columns, provider=provider)
+        outputs, notes = predict(
+            path, source, batch_size=batch_size, columns=columns, compared=compared, provider=provider
+        )
     if output is not None:
         write_npz(output, outputs)
     for note in notes:
-        if not metric or not note.startswith("not used"):
-            click.echo(note, err=True)
+        click.echo(note, err=True)
     if output is not None:
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in outputs.items())
         click.echo(f"{output}: {shapes}", err=as_json)
     if metric:
-        bundle = load_trained(model, checkpoint).bundle if Path(model).is_dir() else None
         values = score(outputs, source, metric, columns=columns, bundle=bundle)
         rows = len(next(iter(outputs.values())))
         said = "  ".join(f"{name} {value:.4g}" for name, value in values.items())

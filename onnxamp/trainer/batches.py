@@ -110,7 +110,12 @@ class Binding:
 
 
 def bind(
-    data: Data, fields: Iterable[Field], *, columns: Mapping[str, str] | None = None, optional: Iterable[str] = ()
+    data: Data,
+    fields: Iterable[Field],
+    *,
+    columns: Mapping[str, str] | None = None,
+    optional: Iterable[str] = (),
+    compared: Iterable[str] = (),
 ) -> Binding:
     """Match the columns of `data` with the fields that a model asks for.
 
@@ -122,6 +127,7 @@ def bind(
         fields: The fields, `labels` and `weights` among them.
         columns: Field name to column name, where they differ.
         optional: Names of fields that may be absent from the data; they are then absent from the batches.
+        compared: What metrics read beside the model: names that `columns` may have, whose columns count as used.
 
     Raises:
         DataError: A field has no column, or the column's type or shape does not fit; the text lists what was
@@ -129,6 +135,7 @@ def bind(
     """
     wanted = list(fields)
     columns = dict(columns or {})
+    aside = {columns.pop(name, name) for name in set(compared) - {field.name for field in wanted}}
     if unknown := sorted(columns.keys() - {field.name for field in wanted}):
         raise DataError(f"The model has no input {unknown[0]!r}; it takes {', '.join(str(field) for field in wanted)}.")
     stored = {field.name: field for field in data.fields}
@@ -145,7 +152,7 @@ def bind(
             problems.append(problem)
         elif found.dtype != field.dtype:
             notes.append(f"{found.name} is {found.dtype.name} in the data and is cast to {field.dtype.name}")
-    left = [name for name in stored if name not in {chosen[field.name] for field in wanted}]
+    left = [name for name in stored if name not in aside | {chosen[field.name] for field in wanted}]
     if problems:
         raise DataError(
             f"{data.origin} does not fit the model: {'; '.join(problems)}.\n"

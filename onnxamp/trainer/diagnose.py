@@ -4,6 +4,7 @@ and underflow of every node, at one level or several.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,12 +33,12 @@ _SCAN_ROWS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class BadData:
-    """Rows of a column that hold NaN or infinities.
+    """Rows of a column that hold NaN, or those that hold infinities.
 
     Attributes:
         column: The model's name of the column.
         rows: Their numbers.
-        nan: Whether one of them holds NaN.
+        nan: Whether it is NaN that they hold.
         where: The rows in words, with their files.
     """
 
@@ -118,16 +119,15 @@ def bad_rows(binding: Binding) -> list[BadData]:
     data = binding.data
     if not isinstance(data, Arrays):
         return []
-    found: dict[str, tuple[list[int], bool]] = {}
+    found: dict[tuple[str, bool], list[int]] = collections.defaultdict(list)
     for first in range(0, data.rows, _SCAN_ROWS):
         rows = np.arange(first, min(first + _SCAN_ROWS, data.rows))
         for name, value in binding.convert(data.take(dict.fromkeys(binding.columns.values()), rows)).items():
             if value.dtype.kind != "f" or np.isfinite(value).all():
                 continue
-            wrong = ~np.isfinite(value).reshape(len(rows), -1).all(1)
-            earlier, nan = found.get(name, ([], False))
-            found[name] = (earlier + rows[wrong].tolist(), nan or bool(np.isnan(value).any()))
-    return [BadData(name, tuple(rows), nan, data.locate(np.array(rows))) for name, (rows, nan) in found.items()]
+            for nan, wrong in ((True, np.isnan(value)), (False, np.isinf(value))):
+                found[name, nan] += rows[wrong.reshape(len(rows), -1).any(1)].tolist()
+    return [BadData(name, tuple(rows), nan, data.locate(np.array(rows))) for (name, nan), rows in found.items() if rows]
 
 
 def chosen_batches(binding: Binding, batch_size: int, rows: int, first: Sequence[int] = ()) -> list[Batch]:

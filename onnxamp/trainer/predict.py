@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +20,6 @@ from onnxamp.trainer.metric import Metric
 from onnxamp.trainer.metrics import metrics_of
 from onnxamp.trainer.outputs import joined, label_name, metric_options, prediction
 from onnxamp.training.bundle import Bundle
-
-# Columns that are compared with outputs, not read by models.
-_COMPARED = ("labels", "weights")
 
 
 def model_fields(path: str | os.PathLike[str]) -> tuple[Field, ...]:
@@ -59,6 +56,7 @@ def predict(
     *,
     batch_size: int = 64,
     columns: Mapping[str, str] | None = None,
+    compared: Collection[str] = (),
     provider: str = "auto",
 ) -> tuple[dict[str, Array], tuple[str, ...]]:
     """The outputs by name, rows joined along the first axis, and notes on casts and unused columns.
@@ -68,19 +66,22 @@ def predict(
         data: Anything `data.open_data` opens; `labels` and other columns that the model does not take are left out.
         batch_size: Rows at a time.
         columns: Input name to column name, where they differ.
+        compared: Names in `columns` that `score` reads, and not the model; see `compared_columns`.
         provider: Where to run.
 
     Raises:
         DataError: The data do not fit, or an output has no row per input row.
     """
-    fields = model_fields(model)
-    known = {field.name for field in fields}
-    columns = {name: column for name, column in (columns or {}).items() if name in known or name not in _COMPARED}
-    binding = bind(open_data(data), fields, columns=columns)
+    binding = bind(open_data(data), model_fields(model), columns=columns, compared=compared)
     session = open_session(model, SessionConfig(provider=provider))
     batches = model_batches(binding, batch_size)
     binding.check_size(batches.batch_size)
     return joined((len(next(iter(batch.values()))), run(session, batch)) for batch in batches), binding.notes
+
+
+def compared_columns(bundle: Bundle | None) -> tuple[str, str]:
+    """What `score` reads: the labels of what was trained (``labels`` without a bundle), and the weights."""
+    return ("labels" if bundle is None else label_name(bundle)), "weights"
 
 
 def score(
@@ -104,20 +105,22 @@ def score(
         DataError: There are no labels, or they do not belong to the output.
         UsageError: A metric does not exist.
     """
-    source, label = open_data(data), "labels" if bundle is None else label_name(bundle)
+    source, names = open_data(data), compared_columns(bundle)
+    label, weights = names
     if not isinstance(source, Arrays):
         raise UsageError("Metrics need data with a known number of rows.")
     name = next(iter(outputs)) if bundle is None else str(prediction(bundle).name)
     stored = {field.name for field in source.fields}
-    chosen = {key: (columns or {}).get(key, key) for key in (label, "weights")}
-    if chosen[label] not in stored:
-        raise DataError(
-            f"{source.origin} has no column {chosen[label]!r} to compare {name!r} with; it has {', '.join(sorted(stored))}."
-        )
+    chosen = {key: (columns or {}).get(key, key) for key in names}
+    for key, use in ((label, f"compare {name!r} with"), (weights, "weigh rows by")):
+        if chosen[key] not in stored and (key == label or key in (columns or {})):
+            raise DataError(
+                f"{source.origin} has no column {chosen[key]!r} to {use}; it has {', '.join(sorted(stored))}."
+            )
     taken = source.take(stored & set(chosen.values()), np.arange(source.rows))
     measures = metrics_of(metrics, **({} if bundle is None else metric_options(bundle)))
     for each in measures:
-        each.update(outputs[name], taken[chosen[label]], taken.get(chosen["weights"]))
+        each.update(outputs[name], taken[chosen[label]], taken.get(chosen[weights]))
     return {each.name: each.value() for each in measures}
 
 

@@ -326,7 +326,7 @@ class _Forward:
                 views = _views(value)
                 back = size if any(self._read_back(view) for view in views) else 0
                 self.kept += back
-                if node in self.once:
+                if node in self.once and back:  # kept until the backward half reads it
                     self.long += size
                     continue
                 self.saved[index] += back

@@ -142,6 +142,9 @@ def test_a_group_norm_as_exporters_write_it():
     found = classify(model)
     assert [p.name for p in found.trainable] == ["gamma", "beta"]
     assert [p.name for p in found.frozen] == ["ones", "zeros"]
+    noted = model.graph.initializers["ones"]  # PyTorch's exporter says that it is a parameter: a fresh InstanceNorm
+    noted.metadata_props["pkg.torch.export.graph_signature.InputSpec.kind"] = "PARAMETER"
+    assert "ones" in [p.name for p in classify(model).trainable]
     plain = parse("g (float[N, 8, 4] x) => (float[N, 8, 4] y) { y = InstanceNormalization(x, ones, zeros) }")
     alone = ir.from_proto(with_weights(plain, ones=np.ones(8, np.float32), zeros=np.zeros(8, np.float32)))
     infer(alone)
@@ -253,6 +256,10 @@ TABLES = {
     "sines, a zero row": (np.concatenate([np.zeros((1, 16)), _sines(11)]), False),
     "sines, in front": (_sines(16, 12).T, False),
     "distances": (-0.5 * np.abs(np.subtract.outer(np.arange(12), np.arange(16))), False),
+    "a ramp": (np.linspace(-1, 1, 192).reshape(12, 16), False),
+    "numbers": (np.arange(192.0).reshape(12, 16), False),
+    "frequencies": (np.geomspace(1, 1e-4, 192).reshape(12, 16), False),
+    "a ramp for each row": (np.outer(RNG.standard_normal(12), np.linspace(0.1, 1, 16)), False),
     "mask": (np.where(np.tri(12, 16) > 0, 0, -1e9), False),
     "zeros": (np.zeros((12, 16)), False),
     "grid": (np.arange(12)[:, None] + np.zeros((12, 16)), False),

@@ -34,6 +34,19 @@ def test_poisoned_rows_are_skipped_and_named(place, call, flat, options, last):
     assert found["levels"][0]["first"]["nan"] > 0
 
 
+def test_infinities_are_not_called_nan(place, call, flat, mlp):
+    image = np.load(place / "train.npz")["image"].copy()
+    image[5], image[7] = np.nan, np.inf
+    poisoned = flat(TRAIN, place / "both.npz", image=image)
+    mlp(place / "m.onnx", scale=1.0)
+    code, out, _ = call("diagnose", place / "m.onnx", "--data", poisoned, "--levels", "O0", "--rows", 8)
+    assert code == 1
+    assert out.splitlines()[:2] == [
+        f"data  image: NaN in row 5 of {poisoned}",
+        f"data  image: Inf in row 7 of {poisoned}",
+    ]
+
+
 def test_diagnose_names_the_planted_node(place, call, mlp):
     mlp(place / "planted.onnx", scale=6e4)
     arguments = ["diagnose", place / "planted.onnx", "--data", place / "train.npz", "--levels", "O0,O3"]

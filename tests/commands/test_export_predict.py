@@ -65,6 +65,13 @@ def test_predictions_are_measured(run, place, call, tmp_path):
     code, _, err = call("predict", tmp_path / "m.onnx", "--data", tmp_path / "y.npz", "--metric", "accuracy")
     assert code == 3
     assert "has no column 'labels' to compare 'logits' with; it has image, y" in err
+    code, _, err = call(*arguments, "--metric", "accuracy", "--column", "weights=typo")
+    assert (code, "has no column 'typo' to weigh rows by" in err) == (3, True)
+    code, _, err = call(*arguments, "-o", tmp_path / "q.npz")
+    assert (code, "The model has no input 'labels'" in err) == (3, True)
+    np.savez(tmp_path / "more.npz", **test, imgae=test["image"])
+    code, _, err = call("predict", folder, "--data", tmp_path / "more.npz", "--metric", "accuracy")
+    assert (code, err) == (0, "not used: imgae\n")
     code, _, err = call("predict", folder, "--data", place / "test.npz")
     assert (code, "Give -o FILE.npz, --metric NAME, or both" in err) == (2, True)
     code, _, err = call("predict", folder, "--data", place / "test.npz", "--metric", "acuracy")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 from onnxamp.model.traffic import Traffic
-from onnxamp.model.units import type_graph
+from onnxamp.model.units import TypeGraph, type_graph
 from onnxamp.policy import cut
 from onnxamp.policy.assign import Groups, minimum_cut
 from onnxamp.policy.cut import INFINITE, Network, capacities
@@ -190,13 +191,34 @@ def fan(count: int) -> ir.Model:
     ids=["heavy", "free", "sensitive", "fan"],
 )
 def test_almost_nothing_is_left_for_the_flow(monkeypatch, make):
+    """And four times the nodes take at most about four times the lines of the elimination."""
     networks: list[Network] = []
     monkeypatch.setattr("onnxamp.policy.assign.Network", lambda: networks.append(Network()) or networks[-1])
     flows = _flows(monkeypatch)
-    make_plan(type_graph(make(1200)), Options(target="any"))
-    (network,) = networks
+    small, large = (_elimination_lines(type_graph(make(count))) for count in (300, 1200))
+    assert 0 < large <= 4.2 * small
+    network = networks[-1]
     assert len(network.cost_low) > 500
     assert sum(flows) <= 0.02 * len(network.cost_low)
+
+
+def _elimination_lines(graph: TypeGraph) -> int:
+    """Lines that run in the elimination while a plan is made."""
+    lines = 0
+    watched = {Network._eliminate.__code__, Network._fold.__code__}
+
+    def count(frame, event, argument):
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, argument: count if frame.f_code in watched else None)
+    try:
+        make_plan(graph, Options(target="any"))
+    finally:
+        sys.settrace(before)
+    return lines
 
 
 def test_ties_are_fp32():
