@@ -133,12 +133,12 @@ def test_the_models_give_the_same_results(name: str) -> None:
         assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-# Tests whose evaluation by the reference is random or needs files.
 # What cannot be raised, and why.
 REFUSED = {
     "test_scan_sum": "its version 9 changed in directions, operands",
     "test_upsample_nearest": "its scales are not constant",
 }
+# Tests whose evaluation by the reference is random or needs files.
 NO_RESULT = ("test_training_dropout", "test_bernoulli", "test_image_decoder")
 
 
