@@ -8,14 +8,14 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from onnxamp.errors import ModelError, UsageError
+from onnxamp.errors import DataError, ModelError, UsageError
 from onnxamp.model.io import load
 from onnxamp.ort.quantize import quantize
 from onnxamp.trainer import state_dict
 from onnxamp.trainer.batches import bind
 from onnxamp.trainer.checkpoint import read_with_bundle
 from onnxamp.trainer.data import Array, open_data
-from onnxamp.trainer.inference import Trained
+from onnxamp.trainer.inference import Trained, weights_of
 from onnxamp.trainer.predict import model_batches, model_fields
 from onnxamp.trainer.run import Run
 from onnxamp.training.bundle import Bundle
@@ -87,11 +87,22 @@ def write_state_dict(run: Run, trained: Trained, path: Path, weights: str = "mas
 
     Raises:
         UsageError: The run was begun without `--like`.
+        DataError: A tensor that was trained is none of the framework's: without it, it would be another model.
     """
     if not run.names_path.is_file():
         raise UsageError(
             f"{run.folder} does not know the framework's names: begin the run with --like original.safetensors."
         )
     names = state_dict.Names.load(run.names_path)
-    state_dict.export(names, state_dict.initializers(trained.model(weights=weights)), path)
+    model = trained.model(weights=weights)
+    matched = {inner for inner, _ in names.tensors.values()}
+    own = [tensor.name for tensor in trained.bundle.manifest.tensors_in("master") if tensor.name not in matched]
+    if lacking := sorted(
+        weights_of(model, own)
+    ):  # adapters are none of the model's: they are merged into what is matched
+        raise DataError(
+            f"{', '.join(lacking[:3])}{f' and {len(lacking) - 3} more' if len(lacking) > 3 else ''} of {run.folder} trained and "
+            f"equalled no tensor of {names.original}: export the ONNX model with -o, or train with --frozen {lacking[0]}."
+        )
+    state_dict.export(names, state_dict.initializers(model), path)
     return names

@@ -83,7 +83,8 @@ def match(parameters: Mapping[str, Array], original: str | os.PathLike[str]) -> 
     """Match the initializers of a model with a framework's state dict, by value.
 
     A tensor is taken by its own name if the values agree, else by its value, straight or transposed, if that leaves one
-    choice only. Values are compared in the type of the model (a state dict in 16 bits is widened).
+    choice only; a vector also from [C, 1, 1], as exporters write those of channels. Values are compared in the type of the
+    model (a state dict in 16 bits is widened).
 
     Args:
         parameters: The model's float initializers before training.
@@ -98,6 +99,8 @@ def match(parameters: Mapping[str, Array], original: str | os.PathLike[str]) -> 
         by_value[_key(value)].append((name, False))
         if value.ndim == 2:
             by_value[_key(value.T)].append((name, True))
+        if value.ndim > 1 and value.size == max(value.shape):
+            by_value[_key(value.reshape(-1))].append((name, False))
     tensors: dict[str, tuple[str, bool]] = {}
     open_names: dict[str, list[tuple[str, bool]]] = {}
     for name, value in wanted.items():
@@ -150,7 +153,7 @@ def export(names: Names, parameters: Mapping[str, Array], path: str | os.PathLik
         if name in names.tensors:
             inner, turned = names.tensors[name]
             trained = parameters[inner].T if turned else parameters[inner]
-            result[name] = np.ascontiguousarray(trained, dtype=value.dtype)
+            result[name] = np.ascontiguousarray(trained, dtype=value.dtype).reshape(value.shape)
         else:
             result[name] = value
     target = Path(path)

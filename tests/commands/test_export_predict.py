@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import numpy as np
 import onnx
@@ -10,7 +11,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import onnxamp
 from onnxamp.ort.session import open_session
@@ -100,6 +101,41 @@ def test_framework_names_come_back(run, place, call):
     np.testing.assert_array_equal(tuned["fc2.weight"], values["MatMul_7"].T)
     np.testing.assert_array_equal(tuned["fc1.weight"], values["fc1.weight"])
     assert not np.array_equal(tuned["fc1.weight"], load_file(place / "original.safetensors")["fc1.weight"])
+
+
+def test_a_state_dict_is_the_model_that_was_trained(call, tmp_path):
+    """GroupNorm, whose vectors are [C, 1, 1] in the file; and a tensor that the framework has no name for."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 8, 3), torch.nn.GroupNorm(4, 8), torch.nn.Flatten(), torch.nn.Linear(32, 2)
+    )
+    for vector in (net[1].weight, net[1].bias):
+        torch.nn.init.normal_(vector)
+    source, images = tmp_path / "gn.onnx", torch.randn(16, 1, 4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter is the old one
+        names = {"input_names": ["image"], "output_names": ["y"], "dynamic_axes": {"image": [0]}}
+        torch.onnx.export(net, (images,), source, dynamo=False, **names)
+    save_file({name: value.numpy() for name, value in net.state_dict().items()}, tmp_path / "o.safetensors")
+    np.savez(tmp_path / "d.npz", image=images.numpy(), labels=np.arange(16) % 2)
+    trained = ["train", source, "--data", tmp_path / "d.npz", "--loss", "cross_entropy", "--lr", "0.01", "--batch-size", "8",
+               "--level", "O0", "--like", tmp_path / "o.safetensors"]  # fmt: skip
+    assert call(*trained, "-o", tmp_path / "run")[0] == 0
+    code, out, _ = call(
+        "export", tmp_path / "run", "--state-dict", tmp_path / "t.safetensors", "-o", tmp_path / "t.onnx"
+    )
+    assert code == 0
+    assert "6 tensors trained" in out
+    before = net[1].weight.clone()
+    net.load_state_dict({name: torch.tensor(value) for name, value in load_file(tmp_path / "t.safetensors").items()})
+    assert not torch.equal(before, net[1].weight)
+    found = run_session(open_session(tmp_path / "t.onnx"), {"image": images.numpy()})["y"]
+    np.testing.assert_allclose(found, net(images).detach().numpy(), rtol=1e-4, atol=1e-5)
+    code, *_ = call(*trained, "--trainable", "*", "-o", tmp_path / "all")
+    assert code == 0
+    code, _, err = call("export", tmp_path / "all", "--state-dict", tmp_path / "a.safetensors")
+    assert (code, "equalled no tensor of" in err) == (3, True)
+    assert not (tmp_path / "a.safetensors").exists()
 
 
 @pytest.mark.parametrize(("level", "dtype"), [("O0", "fp16"), ("O2", "fp16"), ("O2", "bf16")])
