@@ -117,7 +117,7 @@ def one(path: str, inputs: list[str], level: str, dtype: str, peers: str) -> dic
 
 
 def rounded_weights(source: onnx.ModelProto) -> onnx.ModelProto:
-    """The FP32 model with the matrices and kernels of its heavy operators rounded to bf16: what no placement of Casts can mend."""
+    """The FP32 model with the constant operands of its heavy operators, biases too, rounded to bf16: what no placement of Casts can mend."""
     import judge
 
     model = onnx.ModelProto()
@@ -130,7 +130,7 @@ def rounded_weights(source: onnx.ModelProto) -> onnx.ModelProto:
     read = {name for node in model.graph.node if node.op_type in judge.HEAVY for name in node.input}
     for name in read & set(constants):
         tensor = constants[name]
-        if tensor.data_type == onnx.TensorProto.FLOAT and len(tensor.dims) > 1:
+        if tensor.data_type == onnx.TensorProto.FLOAT:
             array = onnx.numpy_helper.to_array(tensor).astype(ml_dtypes.bfloat16).astype(np.float32)
             tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
     return model
