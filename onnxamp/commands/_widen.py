@@ -42,8 +42,13 @@ def check(to: str, given: set[str], io: tuple[str, ...]) -> None:
 
 
 def source(model: str, to: str, io: tuple[str, ...]) -> tuple[ir.Model, tuple[str, ...]]:
-    """What a conversion to the 16-bit type `to` starts from, and its --io: as asked for, else 16-bit inputs and outputs get the type."""
+    """What a conversion to the 16-bit type `to` starts from, and its --io: as asked for, else 16-bit inputs and outputs get the type.
+
+    Sequences have no place in --io: theirs are fp32.
+    """
     import glob
+
+    import onnx_ir as ir
 
     from onnxamp.conversion import widen
     from onnxamp.dtypes import LOW
@@ -51,7 +56,8 @@ def source(model: str, to: str, io: tuple[str, ...]) -> tuple[ir.Model, tuple[st
 
     loaded = load(model)
     ends = (*(value for value in loaded.graph.inputs if not value.is_initializer()), *loaded.graph.outputs)
-    low = dict.fromkeys(glob.escape(value.name or "") for value in ends if value.type and value.dtype in LOW)
+    tensors = (value for value in ends if isinstance(value.type, ir.TensorType))
+    low = dict.fromkeys(glob.escape(value.name or "") for value in tensors if value.dtype in LOW)
     return widen(loaded, keep_io=io == ("keep",)), io or tuple(f"{name}={to}" for name in low)
 
 

@@ -96,3 +96,17 @@ def test_refused(call: Call, options: str) -> None:
     assert REFUSED[options] in err
     assert err.count("\n") == 1
     assert sorted(pathlib.Path().iterdir()) == before
+
+
+def test_a_16_bit_sequence_becomes_fp32(call: Call) -> None:
+    """Sequences have no place in --io, and the type of the tensors beside them is changed all the same."""
+    value, items = onnx.ValueInfoProto(name="x"), onnx.ValueInfoProto(name="items")
+    value.type.CopyFrom(onnx.helper.make_tensor_type_proto(10, [2, 3]))
+    items.type.CopyFrom(onnx.helper.make_sequence_type_proto(onnx.helper.make_tensor_type_proto(10, None)))
+    nodes = [onnx.helper.make_node("SequenceConstruct", ["x", "x"], ["items"])]
+    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [value], [items]), ir_version=10)
+    onnx.save(model, "items.onnx")
+    assert call("convert", "items.onnx", "--to", "bf16", "--target", "any")[0] == 0
+    graph = onnx.load("items.O2.bf16.onnx").graph
+    assert graph.input[0].type.tensor_type.elem_type == 16
+    assert graph.output[0].type.sequence_type.elem_type.tensor_type.elem_type == 1
