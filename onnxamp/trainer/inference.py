@@ -91,7 +91,7 @@ def inference_model(source: ir.Model, values: Mapping[str, NDArray[Any]]) -> ir.
     """A copy of `source` with other parameters and nothing that only training needs.
 
     1. Each parameter keeps its name, its type (values are cast to it) and its form: initializer or Constant node.
-    2. Dropout goes; BatchNormalization reads its running statistics.
+    2. Dropout goes, and with it what only it has read: its ratio and mode; BatchNormalization reads its running statistics.
     3. Everything else, names and metadata included, stays as it was.
 
     Args:
@@ -114,7 +114,10 @@ def inference_model(source: ir.Model, values: Mapping[str, NDArray[Any]]) -> ir.
     for graph in model.graphs():
         for node in list(graph):
             if node.domain == "" and node.op_type == "Dropout":
+                settings = node.inputs[1:]
                 _without_dropout(graph, node)
+                for setting in settings:
+                    _remove_unread(setting)
             elif node.domain == "" and node.op_type == "BatchNormalization":
                 node.attributes.pop("training_mode", None)
                 node.resize_outputs(1)
@@ -195,3 +198,18 @@ def _without_dropout(graph: ir.Graph | ir.Function, node: ir.Node) -> None:
         return
     result.replace_all_uses_with(source)
     graph.remove(node, safe=True)
+
+
+def _remove_unread(value: ir.Value | None) -> None:
+    """Remove what nobody reads any more: an initializer, or a node and what only that has read."""
+    if value is None or value.uses() or value.is_graph_output() or value.is_graph_input():
+        return
+    node = value.producer()
+    if node is None:
+        if value.is_initializer() and value.graph is not None:
+            del value.graph.initializers[str(value.name)]
+    elif node.graph is not None and not any(output.uses() or output.is_graph_output() for output in node.outputs):
+        read = list(node.inputs)
+        node.graph.remove(node, safe=True)
+        for source in read:
+            _remove_unread(source)

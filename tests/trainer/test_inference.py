@@ -105,3 +105,17 @@ def test_batches_of_outputs_are_joined_by_rows_only():
     for value in (np.ones(()), np.ones((3, 2)), [1, 2]):
         with pytest.raises(DataError, match="has no row for each of the 2 input rows"):
             joined([(2, {"y": value})])
+
+
+@pytest.mark.parametrize("last", ["y = Mul(e, shared)", "s = Mul(x, shared) y = Dropout(s, ratio, yes)"])
+def test_what_only_a_dropout_has_read_goes_with_it(last):
+    """What nobody has read before, or others read too, is the user's and stays."""
+    text = f"""<ir_version: 10, opset_import: ["" : 17]> net (float[n,3] x) => (float[n,3] y) {{
+        one = Constant<value_int=1>() flag = Cast<to=9>(one) d = Dropout(x, ratio, flag) e = Dropout(d, shared, yes) {last} }}"""
+    proto = onnx.parser.parse_model(text)
+    for name, value in {"ratio": 0.1, "shared": 0.5, "spare": 7.0, "yes": True}.items():
+        array = np.array(value, np.float32 if isinstance(value, float) else bool)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    result = inference_model(ir.from_proto(proto), {})
+    assert set(result.graph.initializers) == {"shared", "spare"}
+    assert [node.op_type for node in result.graph] == (["Mul"] if last.startswith("y") else ["Mul", "Identity"])
