@@ -69,19 +69,27 @@ class ConfiguredCommand(click.Command):
             values[self.flag(param)] = list(value) if isinstance(value, tuple) else value
         return values
 
-    def changed(self, ctx: click.Context, fixed: frozenset[str]) -> str | None:
-        """The first option on the command line that is fixed by the run that goes on, and differs from it."""
-        saved = ctx.default_map or {}
+    def changed(self, ctx: click.Context, fixed: frozenset[str]) -> tuple[str, str] | None:
+        """The first option, on the command line or in a file, that is fixed by the run that goes on and differs from it.
+
+        Returns:
+            The option as people write it, and what it was in the run: ``not given``, or its value.
+        """
+        begun = click.Context(self, default_map=self._saved(ctx.params))
+        super().parse_args(begun, [])  # with nothing given, its parameters are the run's
         for param in self.params:
             name = param.name or ""
-            if name in fixed and ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-                before = param.type_cast_value(ctx, saved[name]) if name in saved else param.get_default(ctx, call=True)
-                if name in self.paths and before is not None:
-                    same = os.path.abspath(str(before)) == os.path.abspath(str(ctx.params[name]))
-                else:
-                    same = before == ctx.params[name]
-                if not same:
-                    return f"--{self.flag(param)}" if isinstance(param, click.Option) else param.human_readable_name
+            if name not in fixed:
+                continue
+            before, now = begun.params[name], ctx.params[name]
+            if name in self.paths and before is not None and now is not None:
+                same = os.path.abspath(str(before)) == os.path.abspath(str(now))
+            else:
+                same = before == now
+            if not same:
+                flag = f"--{self.flag(param)}" if isinstance(param, click.Option) else param.human_readable_name
+                values = before if isinstance(before, tuple) else () if before is None or before is False else (before,)
+                return flag, ", ".join(map(str, values)) or "not given"
         return None
 
     def given(self, ctx: click.Context, names: frozenset[str]) -> list[str]:

@@ -90,9 +90,11 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int:
     screen = console.stderr() if as_json else console.stdout()
     building = ctx.command.given(ctx, frozenset(OPTION_NAMES) - {"seed"})
     session = Session(options, ctx.command.effective(ctx), screen, building)
-    if session.resumes and (flag := ctx.command.changed(ctx, _FIXED)):
+    if session.resumes and (changed := ctx.command.changed(ctx, _FIXED)):
+        flag, before = changed
         raise UsageError(
-            f"{flag} is fixed in a run that goes on; begin a new one with `--init-from {options['output']} -o OTHER`."
+            f"{flag} is fixed in a run that goes on, and was {before} when it was begun: leave it out, or begin a new run from its "
+            f"parameters with `--init-from {options['output']} -o OTHER`."
         )
     history = session.train()
     if as_json and session.collective.rank == 0:

@@ -21,11 +21,18 @@ def test_a_finished_run_goes_on_only_with_more_epochs(run, place, call, options)
     code, out, _ = call("train", "--resume", "-o", folder)
     assert code == 0
     assert "nothing left to do" in out
-    code, _, err = call("train", "--resume", "-o", folder, "--lr", 0.5)
-    assert (code, err) == (
-        2,
-        f"Error: --lr is fixed in a run that goes on; begin a new one with `--init-from {folder} -o OTHER`.\n",
-    )
+    (place / "faster.toml").write_text("lr = 0.5\n")
+    for given in (("--lr", 0.5), ("--config", place / "faster.toml")):
+        code, _, err = call("train", "--resume", "-o", folder, *given)
+        assert (code, err) == (
+            2,
+            "Error: --lr is fixed in a run that goes on, and was 0.003 when it was begun: leave it out, or begin a new run from its "
+            f"parameters with `--init-from {folder} -o OTHER`.\n",
+        )
+    code, _, err = call("train", "--resume", "-o", folder, "--frozen", "fc1.*")
+    assert (code, "--frozen is fixed in a run that goes on, and was not given when" in err) == (2, True)
+    (place / "same.toml").write_text("lr = 3e-3\nepochs = 6\n")
+    assert call("train", "--resume", "-o", folder, "--config", place / "same.toml", "--lr", "0.003")[0] == 0
     code, _, err = call(*options(place, folder))
     assert code == 2
     assert "holds a run: give --resume to go on, --force to replace it" in err
