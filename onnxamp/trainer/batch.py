@@ -24,12 +24,42 @@ class CheckedBatch:
         rows: Size of the first dimension of the input that counts rows.
         nan: Which input holds NaN, and where, in words; None if none does.
         infinity: The same of infinities, which may be meant (an attention mask) or not.
+        weights: The weights of its rows; None if it has none.
     """
 
     feeds: dict[str, NDArray[Any]]
     rows: int
     nan: str | None
     infinity: str | None = None
+    weights: NDArray[Any] | None = None
+
+
+class NonFinite:
+    """What is known of NaN and infinities in the batches of a pass: where the first are, and how many batches more have some."""
+
+    def __init__(self) -> None:
+        self._nan: list[str] = []
+        self._infinity: list[str] = []
+
+    def add(self, nan: str | None, infinity: str | None) -> None:
+        """Take note of a batch, with the words that `nonfinite` has for it."""
+        self._nan += [nan] if nan else []
+        self._infinity += [infinity] if infinity else []
+
+    @property
+    def nan(self) -> str | None:
+        """Which input holds NaN, and where, in words; None if none does."""
+        return self._of(self._nan)
+
+    @property
+    def infinity(self) -> str | None:
+        """The same of infinities."""
+        return self._of(self._infinity)
+
+    def _of(self, texts: list[str]) -> str | None:
+        more = len(texts) - 1
+        others = f", and {more} more batch{'es hold' if more > 1 else ' holds'} some" if more > 0 else ""
+        return texts[0] + others if texts else None
 
 
 class BatchCheck:
@@ -74,7 +104,6 @@ class BatchCheck:
             raise DataError(f"The batch {' and '.join(parts)}; expected inputs: {self._expected()}.")
         feeds: dict[str, NDArray[Any]] = {}
         sizes: dict[str, tuple[int, str]] = {}
-        unfit: list[tuple[str, NDArray[Any]]] = []
         for port in self._ports:
             if port.name not in batch:
                 feeds[port.name] = np.ones(1, np.float32)
@@ -84,17 +113,14 @@ class BatchCheck:
             feeds[port.name] = np.ascontiguousarray(array).reshape(array.shape)
             if port.name in self._labels:
                 _check_labels(port.name, array, self._labels[port.name])
-            if not _is_finite(array):
-                unfit.append((port.name, array))
         rows = int(feeds[self._rows].shape[0])
         for port in self._ports:
             if port.kind == "weights":
                 _check_weights(port.name, feeds[port.name], rows)
-        nan, infinity = (
-            next((text for name, array in unfit if (text := _said(name, array, what, rows, locate))), None)
-            for what in ("NaN", "Inf")
+        weights = next(
+            (feeds[port.name] for port in self._ports if port.kind == "weights" and port.name in batch), None
         )
-        return CheckedBatch(feeds, rows, nan, infinity)
+        return CheckedBatch(feeds, rows, *nonfinite(feeds, rows, locate), weights)
 
     def _expected(self) -> str:
         return ", ".join(f"{port.name} {port.dtype}{_sizes(port.shape)}" for port in self._ports)
@@ -156,6 +182,24 @@ def _check_weights(name: str, array: NDArray[Any], rows: int) -> None:
         )
 
 
+def nonfinite(
+    feeds: Mapping[str, NDArray[Any]], rows: int, locate: Locate | None = None
+) -> tuple[str | None, str | None]:
+    """Which array of a batch holds NaN, and which infinities, and where, in words; None where none does.
+
+    Args:
+        feeds: Arrays by name.
+        rows: Rows of the batch.
+        locate: Says where rows of it lie in the data, if that is known.
+    """
+    unfit = [(name, array) for name, array in feeds.items() if not _is_finite(array)]
+    nan, infinity = (
+        next((text for name, array in unfit if (text := _said(name, array, what, rows, locate))), None)
+        for what in ("NaN", "Inf")
+    )
+    return nan, infinity
+
+
 def _is_finite(array: NDArray[Any]) -> bool:
     """Whether a float array holds neither NaN nor infinities."""
     if array.dtype.kind not in "fV":
@@ -173,7 +217,7 @@ def _said(name: str, array: NDArray[Any], what: str, rows: int, locate: Locate |
     if not bad.any():
         return None
     count, first = int(bad.sum()), np.argwhere(bad)[0].tolist()
-    if locate is None or array.shape[0] != rows:
+    if locate is None or array.shape[:1] != (rows,):
         return f"the input {name!r} holds {count} {what}, the first at {first}"
     where = locate(np.flatnonzero(bad.reshape(rows, -1).any(1)).tolist())
     return f"the input {name!r} holds {count} {what} in {where}"

@@ -141,7 +141,7 @@ class Arrays:
         starts = next(iter(self._columns.values())).starts
         ordered = np.unique(self._stored(rows))
         owner = np.searchsorted(starts, ordered, side="right") - 1
-        found = [_rows_of(ordered[owner == index] - starts[index], self._shards[index]) for index in np.unique(owner)]
+        found = [rows_of(ordered[owner == index] - starts[index], self._shards[index]) for index in np.unique(owner)]
         more = len(found) - _NAMED
         return ", ".join(found[:_NAMED]) + (f" and rows of {more} more files" if more > 0 else "")
 
@@ -189,13 +189,14 @@ class Stream:
 
     def locate(self, rows: npt.NDArray[np.int64]) -> str:
         """Where rows lie, in words: their numbers in a pass, from 0."""
-        return _rows_of(np.unique(rows), self.origin)
+        return rows_of(np.unique(rows), self.origin)
 
 
 Data: TypeAlias = Arrays | Stream
 
 
-def _rows_of(rows: npt.NDArray[np.int64], origin: str) -> str:
+def rows_of(rows: npt.NDArray[np.int64], origin: str) -> str:
+    """Rows in words: their numbers, as far as they are few, and what they are rows of."""
     names = [str(row) for row in rows[:_NAMED]]
     if (more := len(rows) - _NAMED) > 0:
         names.append(f"{more} more")

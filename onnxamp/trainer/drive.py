@@ -164,7 +164,7 @@ def drive(run: Run, trainer: Trainer, plan: Plan, console: Console, extra: Seque
     Raises:
         AmpError: Whatever ended the run; the page is written nevertheless.
     """
-    reason = "failed"
+    reason, failed = "failed", True
     writes = trainer.collective.rank == 0
     try:
         history = fit(
@@ -181,7 +181,7 @@ def drive(run: Run, trainer: Trainer, plan: Plan, console: Console, extra: Seque
             seed=plan.seed,
             callbacks=plan.callbacks(run, console, extra, writes=writes),
         )
-        reason = history.reason
+        reason, failed = history.reason, False
     except RankLostError as problem:
         reason = str(problem)
         raise RankLostError(f"{problem} {_saved(run)}") from problem
@@ -190,7 +190,7 @@ def drive(run: Run, trainer: Trainer, plan: Plan, console: Console, extra: Seque
         raise
     finally:
         if writes:
-            write_report(run, reason)
+            write_report(run, reason, failed=failed)
     if not writes:
         return history
     if reason != INTERRUPTED:
@@ -226,11 +226,11 @@ def _saved(run: Run) -> str:
     return f"{kept}; start it again with the same command and --resume -o {run.folder}, with any number of processes."
 
 
-def write_report(run: Run, reason: str) -> None:
-    """Write `report.html` from what was recorded."""
+def write_report(run: Run, reason: str, *, failed: bool = False) -> None:
+    """Write `report.html` from what was recorded; `reason` and `failed` are those of `run_page`."""
     options = run.read_config()
     title = f"Training of {Path(str(options.get('model', run.folder.name))).name}"
-    write_text(run.report_path, run_page(title, run.metrics(), options, reason))
+    write_text(run.report_path, run_page(title, run.metrics(), options, reason, failed=failed))
 
 
 def export_best(run: Run, trainer: Trainer, history: History) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +17,9 @@ from onnxamp.ort.session import SessionConfig
 from onnxamp.ort.values import View
 from onnxamp.passes.emulate import emulate
 from onnxamp.trainer.arenas import Arenas
-from onnxamp.trainer.batch import BatchCheck, CheckedBatch
+from onnxamp.trainer.batch import BatchCheck, CheckedBatch, NonFinite
+from onnxamp.trainer.batches import Locate
+from onnxamp.trainer.data import rows_of
 from onnxamp.trainer.device import Device
 from onnxamp.trainer.evaluator import Evaluator, without_loss
 from onnxamp.trainer.inference import Trained
@@ -23,6 +27,8 @@ from onnxamp.trainer.metric import Metric
 from onnxamp.trainer.outputs import joined, label_name, prediction
 from onnxamp.training.bundle import Bundle
 from onnxamp.training.evaluation import evaluation_graph
+
+logger = logging.getLogger("onnxamp")
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -47,16 +53,21 @@ class Evaluation:
         self._arenas = arenas
         self._config = config
         self._check = check
+        self._warned: set[str] = set()
 
     def evaluate(
         self,
-        data: Arrays | Iterable[Arrays],
+        data: Arrays | CheckedBatch | Iterable[Arrays | CheckedBatch],
         metrics: Sequence[Metric],
         weights: str = "working",
         level: str | None = None,
         dtype: str | None = None,
+        *,
+        warns: bool = True,
     ) -> list[float]:
         """The mean loss, Σ weighted losses / Σ weights over all rows (NaN if no row has weight), then the metrics.
+
+        NaN in the data, and infinities that make the loss infinite or NaN, are logged with their rows, unless `warns` is false.
 
         Raises:
             DataError: A batch does not fit.
@@ -67,14 +78,20 @@ class Evaluation:
             each.reset()
         totals = np.zeros(2)
         output, label = prediction(self._bundle).name, label_name(self._bundle)
-        for batch in [data] if isinstance(data, Mapping) else data:
-            if metrics and label not in batch:
+        rows, found = 0, NonFinite()
+        for batch in [data] if isinstance(data, (Mapping, CheckedBatch)) else data:
+            if metrics and label not in (batch.feeds if isinstance(batch, CheckedBatch) else batch):
                 raise UsageError("Metrics compare with labels, and the data have none.")
-            outputs = evaluator.run(self._check(batch))
+            checked = batch if isinstance(batch, CheckedBatch) else self._check(batch, _from(rows))
+            outputs = evaluator.run(checked)
             totals += evaluator.sums.read()
             for each in metrics:
-                each.update(outputs[output or ""], batch[label], batch.get("weights"))
+                each.update(outputs[output or ""], checked.feeds[label], checked.weights)
+            rows += checked.rows
+            found.add(checked.nan, checked.infinity)
         loss = float(totals[0] / totals[1]) if totals[1] else float("nan")
+        if warns:
+            self._warn(found.nan or (None if math.isfinite(loss) else found.infinity))
         return [loss, *(each.value() for each in metrics)]
 
     def predict(self, data: Arrays | Iterable[Arrays], weights: str = "working") -> dict[str, NDArray[Any]]:
@@ -89,14 +106,26 @@ class Evaluation:
         check = BatchCheck(self._ports.of_kind("data"), self._bundle.manifest.rows, spare=self._bundle.input_names)
         compared = {port.name for port in self._ports.of_kind("labels", "weights")}
 
+        rows, bad = 0, NonFinite()
+
         def outputs(batch: Arrays) -> tuple[int, dict[str, Any]]:
-            checked = check({name: value for name, value in batch.items() if name not in compared})
+            nonlocal rows
+            checked = check({name: value for name, value in batch.items() if name not in compared}, _from(rows))
+            rows += checked.rows
+            bad.add(checked.nan, None)
             return checked.rows, evaluator.run(checked)
 
         found = outputs(data)[1] if isinstance(data, Mapping) else joined(map(outputs, data))
         if not found:
             raise UsageError("There are no batches to predict.")
+        self._warn(bad.nan)
         return found
+
+    def _warn(self, found: str | None) -> None:
+        """Log, once, which values of the data are not finite."""
+        if found is not None and found not in self._warned:
+            self._warned.add(found)
+            logger.warning("%s%s: what is computed from them is not finite either.", found[0].upper(), found[1:])
 
     def weight_sum(self, batch: CheckedBatch) -> View:
         """The sum of weights of a batch, a float32 scalar on the device."""
@@ -124,6 +153,11 @@ class Evaluation:
         if level != "O0" and not self._device.computes_low:
             graph = emulate(graph)
         return Evaluator(graph, ports, self._arenas, self._config)
+
+
+def _from(first: int) -> Locate:
+    """Where rows of a batch lie whose first is the row `first` of all."""
+    return lambda rows: rows_of(np.array(rows) + first, "the data")
 
 
 def _averages(weights: str) -> bool:

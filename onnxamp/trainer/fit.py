@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from onnxamp.trainer.data import Array, open_data
 from onnxamp.trainer.metric import Metric
 from onnxamp.trainer.metrics import metrics_of
 from onnxamp.trainer.position import INTERRUPTED, FitState, Step, Steps
+
+logger = logging.getLogger("onnxamp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +74,15 @@ def fit(
     of the last window.
 
     Windows do not reach over epochs: what is left at the end of one is applied as a shorter window. `val` is evaluated
-    after each epoch (or every `eval_every` windows) and at the end. A run that already has more epochs or steps is left as it is:
-    nothing is evaluated, and no callback hears of it.
+    after each epoch (or every `eval_every` windows) and at the end. `epochs` and `steps` count from the beginning of the
+    run, which `trainer.position` knows once it was saved or loaded. A run that has as many trains no further, and a warning is logged;
+    one that has more is left as it is: nothing is evaluated, and no callback hears of it.
 
     Args:
         trainer: The trainer; if its position is not the beginning, the run goes on from there.
         data: Anything `data.open_data` opens.
-        epochs: Passes over the data; default 1 if `steps` is not given either.
-        steps: Applied windows after which to end.
+        epochs: Passes over the data since the beginning of the run; default 1 if `steps` is not given either.
+        steps: Applied windows since then, after which to end.
         batch_size: Rows of a micro-batch; None takes the batches of a stream as they come.
         val: Data to evaluate on.
         val_batch_size: Rows of a batch there; default `batch_size`.
@@ -117,9 +121,19 @@ def fit(
     if val is not None:
         bound = bind(open_data(val), trainer.fields, columns=columns, optional=("weights",))
         bound.check_size(val_batch_size or batch_size)
-        checks = Batches(bound, val_batch_size or batch_size, shuffle=False)
+        checks = Batches(bound, val_batch_size or batch_size, shuffle=False, prepare=trainer.checked)
     state = FitState(trainer, batches, epochs, steps)
     return _Run(state, callbacks, checks, eval_every, metrics_of(metrics, **trainer.metric_options)).run()
+
+
+def _nothing_left(state: FitState) -> str:
+    """What a run that has the epochs or steps asked for has, and how it goes on."""
+    by_epochs = state.epochs is not None and state.epoch >= state.epochs
+    name, asked, has = ("epochs", state.epochs, state.epoch) if by_epochs else ("steps", state.steps, state.step)
+    return (
+        f"Nothing is left to train: {name}={asked} counts from the beginning of the run, which has {has} {name}; "
+        f"give more {name} to go on."
+    )
 
 
 class _Run:
@@ -159,6 +173,8 @@ class _Run:
 
     def _run(self) -> History:
         state = self.state
+        if state.finished and state.writes:
+            logger.warning("%s", _nothing_left(state))
         if state.passed:
             return self._history("done")
         for callback in self.callbacks:
@@ -253,7 +269,20 @@ class _Run:
     def _cause(self, result: Step) -> str:
         """Why a window was skipped; of an overflow also where: the parameter nearest to the output."""
         cause = result.cause or Cause("overflow", "the gradient is not finite")
+        if self.state.trainer.collective.world_size > 1:
+            cause = self._of_all_ranks(cause)
         return cause.text(self.state.trainer.nonfinite_gradients() if cause.kind == "overflow" else ())
+
+    def _of_all_ranks(self, cause: Cause) -> Cause:
+        """The cause, with what the rank knows that has seen the rows: each looks at its own alone, and a window is skipped on all."""
+        own = cause.what if cause.kind == "data" else cause.beside
+        told = self.state.trainer.texts(f"{cause.kind}:{own}" if own else "")
+        known = [(*text.partition(":"), rank) for rank, text in enumerate(told) if text]
+        if not known:
+            return cause
+        kind, _, words, rank = min(known, key=lambda one: (one[0] != "data", one[-1]))
+        words = f"rank {rank}: {words}"
+        return Cause("data", words) if kind == "data" else dataclasses.replace(cause, beside=words)
 
     def _evaluate(self) -> None:
         assert self.val is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +13,10 @@ from onnxamp.errors import DataError, UnsupportedError, UsageError
 from onnxamp.evidence.inputs import model_inputs
 from onnxamp.model.io import load
 from onnxamp.ort.session import SessionConfig, open_session, run
-from onnxamp.trainer.batches import Batches, Binding, bind
+from onnxamp.trainer.batch import NonFinite, nonfinite
+from onnxamp.trainer.batches import Batches, Binding, Locate, bind
 from onnxamp.trainer.checkpoint import atomic, disk_error
-from onnxamp.trainer.data import Array, Arrays, Field, open_data
+from onnxamp.trainer.data import Array, Arrays, Batch, Field, open_data
 from onnxamp.trainer.metric import Metric
 from onnxamp.trainer.metrics import metrics_of
 from onnxamp.trainer.outputs import joined, label_name, metric_options, prediction
@@ -38,8 +39,12 @@ def model_fields(path: str | os.PathLike[str]) -> tuple[Field, ...]:
     return tuple(fields)
 
 
-def model_batches(binding: Binding, batch_size: int) -> Batches:
+def model_batches(
+    binding: Binding, batch_size: int, prepare: Callable[[Batch, Locate], Batch] | None = None
+) -> Batches:
     """The data in order, in batches of the size that the model wants where its first dimension is fixed.
+
+    `prepare` is that of `Batches`.
 
     Raises:
         DataError: The rows do not fill batches of a fixed size.
@@ -47,7 +52,7 @@ def model_batches(binding: Binding, batch_size: int) -> Batches:
     size = binding.fixed_size or batch_size
     if size != batch_size:
         binding.check_size(size)
-    return Batches(binding, size, shuffle=False)
+    return Batches(binding, size, shuffle=False, prepare=prepare)
 
 
 def predict(
@@ -59,7 +64,7 @@ def predict(
     compared: Collection[str] = (),
     provider: str = "auto",
 ) -> tuple[dict[str, Array], tuple[str, ...]]:
-    """The outputs by name, rows joined along the first axis, and notes on casts and unused columns.
+    """The outputs by name, rows joined along the first axis, and notes on casts, unused columns and NaN in the data.
 
     Args:
         model: The model file.
@@ -74,9 +79,17 @@ def predict(
     """
     binding = bind(open_data(data), model_fields(model), columns=columns, compared=compared)
     session = open_session(model, SessionConfig(provider=provider))
-    batches = model_batches(binding, batch_size)
+    found = NonFinite()
+
+    def noted(batch: Batch, locate: Locate) -> Batch:
+        found.add(*nonfinite(batch, len(next(iter(batch.values()))), locate))
+        return batch
+
+    batches = model_batches(binding, batch_size, noted)
     binding.check_size(batches.batch_size)
-    return joined((len(next(iter(batch.values()))), run(session, batch)) for batch in batches), binding.notes
+    outputs = joined((len(next(iter(batch.values()))), run(session, batch)) for batch in batches)
+    bad = () if found.nan is None else (f"{found.nan}: what is computed from them is not finite either",)
+    return outputs, (*binding.notes, *bad)
 
 
 def compared_columns(bundle: Bundle | None) -> tuple[str, str]:

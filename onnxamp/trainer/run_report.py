@@ -11,8 +11,13 @@ from onnxamp.trainer.progress import amount, scale_text
 
 Entry = Mapping[str, Any]
 
+# A reason of more characters is a sentence: a card holds a word or two.
+_SHORT = 24
 
-def run_page(title: str, entries: Iterable[Entry], options: Mapping[str, Any], reason: str) -> str:
+
+def run_page(
+    title: str, entries: Iterable[Entry], options: Mapping[str, Any], reason: str, *, failed: bool = False
+) -> str:
     """The HTML text.
 
     Args:
@@ -20,11 +25,15 @@ def run_page(title: str, entries: Iterable[Entry], options: Mapping[str, Any], r
         entries: The records of `metrics.jsonl`.
         options: The options of the run.
         reason: Why it ended, or that it goes on.
+        failed: An error ended it, and `reason` is its text.
     """
     entries = list(entries)
     windows = [entry for entry in entries if entry["kind"] == "window"]
     evaluations = [entry for entry in entries if entry["kind"] == "evaluation"]
-    sections: list[Section] = [_figures(windows, evaluations, reason)]
+    ended = "failed" if failed else reason if len(reason) <= _SHORT else "stopped early"
+    sections: list[Section] = [_figures(windows, evaluations, ended)]
+    if reason != ended:
+        sections.append(Note([reason], "Why it ended", "bad" if failed else "plain"))
     if hint := scale_hint(windows):
         sections.append(Note([hint], "Loss scale", "warn"))
     if windows:
@@ -65,12 +74,12 @@ def scale_hint(windows: Sequence[Entry], limit: int = 2000) -> str | None:
     return None
 
 
-def _figures(windows: Sequence[Entry], evaluations: Sequence[Entry], reason: str) -> Figures:
+def _figures(windows: Sequence[Entry], evaluations: Sequence[Entry], ended: str) -> Figures:
     rows = sum(entry["rows"] for entry in windows)
     seconds = sum(entry["seconds"] for entry in windows)
     waited = sum(entry["waited"] for entry in windows)
     skipped = sum(entry["skipped"] for entry in windows)
-    items = [("ended", reason, "")]
+    items = [("ended", ended, "")]
     if windows:
         items.append(("steps applied", f"{windows[-1]['step']:,}", f"{len(windows):,} windows"))
         items.append(("skipped", f"{skipped:,}", f"{skipped / len(windows):.1%} of the windows"))

@@ -21,7 +21,7 @@ from onnxamp.trainer import checkpoint
 from onnxamp.trainer.arenas import FLOAT, Arenas, numpy_dtype
 from onnxamp.trainer.batch import BatchCheck, CheckedBatch
 from onnxamp.trainer.batches import Locate
-from onnxamp.trainer.collective import Collective, SingleProcess, divided
+from onnxamp.trainer.collective import Collective, SingleProcess, divided, texts
 from onnxamp.trainer.data import Field
 from onnxamp.trainer.device import emulated, find_device, usable_threads
 from onnxamp.trainer.evaluation import Evaluation
@@ -245,6 +245,10 @@ class Trainer:
         end, on every rank alike."""
         self._loop.interrupting = True
 
+    def texts(self, text: str) -> tuple[str, ...]:
+        """What every process says, by rank, if all of them call this together."""
+        return texts(self.collective, text, self._arenas.device, self._arenas.device_id)
+
     def leave(self) -> None:
         """Give up the open window and go on as the only process; the state is that of the last window."""
         self._loop.window = Window()
@@ -256,7 +260,7 @@ class Trainer:
 
     def evaluate(
         self,
-        data: Batch | Iterable[Batch],
+        data: Batch | CheckedBatch | Iterable[Batch | CheckedBatch],
         level: str | None = None,
         *,
         dtype: str | None = None,
@@ -266,27 +270,30 @@ class Trainer:
         """Mean loss over a data set, and metrics of the output that the loss reads.
 
         Args:
-            data: A batch, or an iterable of batches.
+            data: A batch, or an iterable of batches; each may be what `checked` made of it.
             level: Evaluate what `export` writes at this level; None evaluates in the precision of training.
             dtype: The 16-bit type of `level`; that of the training by default.
             weights: ``working``, the parameters as training computes with them; ``master``, the FP32 ones (in FP32 unless
                 `level` says otherwise); ``ema``, their moving average.
             metrics: Metrics besides the loss: names, objects or functions, as `fit` takes them.
 
-        Where several processes train, give each of them all the data; all get the numbers of rank 0.
+        Where several processes train, give each of them all the data; all get the numbers of rank 0. NaN in the data is logged with
+        its rows.
 
         Raises:
             DataError: A batch does not fit.
             UsageError: Unknown level, weights or metric.
         """
         measures = metrics_of(metrics, **self.metric_options)
-        values = self._of_rank_0(np.array(self._evaluation.evaluate(data, measures, weights, level, dtype)))
+        warns = self.collective.rank == 0
+        found = self._evaluation.evaluate(data, measures, weights, level, dtype, warns=warns)
+        values = self._of_rank_0(np.array(found))
         return dict(zip(["loss", *(each.name for each in measures)], map(float, values), strict=True))
 
     def predict(self, data: Batch | Iterable[Batch], *, weights: str = "working") -> dict[str, NDArray[Any]]:
         """The model's outputs, joined along the first axis if `data` is an iterable of batches.
 
-        Labels and weights may be there, and are not used.
+        Labels and weights may be there, and are not used. NaN in the data is logged with its rows.
 
         Raises:
             DataError: A batch does not fit, or an output of several batches has no row per input row.

@@ -154,3 +154,21 @@ def test_a_fixed_batch_is_predicted_only_if_it_divides_the_rows(place, call, fla
         )
         assert code == 3
         assert "do not divide into them; leave 5 out" in err
+
+
+def test_a_row_of_the_data_to_evaluate_on_is_named(place, call, tmp_path, options, flat, caplog):
+    """By its number in the file, as one of the training data: a wrong label ends the run, NaN is said."""
+    test = np.load(place / "test.npz")
+    labels, image = test["labels"].copy(), test["image"].copy()
+    labels[70], image[[3, 5], 0] = 10, np.nan
+    quick = {"epochs": None, "steps": 1, "lr": None}
+    wrong = flat(place / "test.npz", tmp_path / "wrong.npz", labels=labels)
+    code, _, err = call(*options(place, tmp_path / "a", val=wrong, **quick))
+    assert (code, f"Error: Row 70 of {wrong}: The input 'labels' has the label 10 at [6]" in err) == (3, True)
+    bad = flat(place / "test.npz", tmp_path / "bad.npz", image=image)
+    code, out, _ = call(*options(place, tmp_path / "b", val=bad, **quick))
+    assert (code, "val_loss nan" in out) == (0, True)
+    said = f"he input 'image' holds 2 NaN in rows 3 and 5 of {bad}: what is computed from them is not finite either."
+    assert [record.getMessage() for record in caplog.records] == [f"T{said}"]
+    code, _, err = call("predict", tmp_path / "b", "--data", bad, "--metric", "accuracy")
+    assert (code, err) == (0, f"t{said.removesuffix('.')}\n")

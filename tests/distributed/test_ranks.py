@@ -94,6 +94,25 @@ def test_an_overflow_on_one_rank_is_one_of_all(mlp, rows, ranks, size):
             assert [report[field] for report in each.reports] == [report[field] for report in expected.reports]
 
 
+@pytest.mark.parametrize(("value", "said"), [(np.nan, "NaN"), (np.inf, "Inf")])
+def test_every_rank_hears_whose_row_is_not_finite(mlp, rows, ranks, value, said):
+    """Rank 1 has it: rank 0, which writes the records, would know only that some loss was not finite."""
+    data = rows(64)
+    data["x"][37] = value  # of the rows 32 to 39 rank 0 has four, rank 1 the rest
+    causes = [[], []]
+
+    class Causes(Callback):
+        def on_window(self, loop, window):
+            if window.cause is not None:
+                causes[loop.trainer.collective.rank].append(window.cause)
+
+    ranks(build(mlp), 2, lambda trainer: trainer.fit(data, batch_size=4, shuffle=False, callbacks=[Causes()]))
+    assert causes[0] == causes[1]
+    (cause,) = causes[0]
+    assert cause.endswith(f"rank 1: the input 'x' holds 6 {said} in row 37 of the data")
+    assert cause.startswith("rank 1") == (said == "NaN")
+
+
 def test_running_statistics_are_averaged(normed, rows, ranks):
     bundle, data = build(normed), rows(16)
     halves = [{name: value[part] for name, value in data.items()} for part in (slice(8), slice(8, 16))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import math
 import os
@@ -401,12 +402,31 @@ def test_the_page_of_a_run_that_only_failed():
     text = run_page("Training of <m>", [entry], {"lr": 1.0}, "failed")
     assert "not finite" in text
     assert "<b>NaN" not in text
-    assert run_page("empty", [], {}, "failed")
+    assert "Why it ended" not in run_page("empty", [], {}, "failed", failed=True)
+
+
+ENDS = {
+    "done": ("done", False, "done"),
+    "interrupted": ("interrupted", False, "interrupted"),
+    "early": ("val_loss has not become better than 0.25 for 3 evaluations", False, "stopped early"),
+    "error": ("NaN in 'x'.", True, "failed"),
+    "long error": ("50 windows in a row were skipped at the lowest loss scale (1); mend the data.", True, "failed"),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_the_headline_of_a_page_is_short_and_the_reason_a_note(case):
+    reason, failed, headline = ENDS[case]
+    text = html.unescape(run_page("Training", [], {}, reason, failed=failed))
+    assert f'<div class="label">ended</div><div class="value">{headline}</div>' in text
+    note = f'<h2>Why it ended</h2><div class="note {"bad" if failed else "plain"}"><p>{reason}</p></div>'
+    assert (note in text) == (reason != headline)
+    assert reason == headline or text.count(reason) == 1
 
 
 @pytest.mark.parametrize("end", [{"epochs": 1}, {"steps": 6}])
-def test_a_run_beyond_its_end_is_left_as_it_is(end, tmp_path):
-    """Nothing trained means nothing evaluated, recorded or saved."""
+def test_a_run_beyond_its_end_is_left_as_it_is(end, tmp_path, caplog):
+    """Nothing trained means nothing evaluated, recorded or saved; and it is said."""
 
     class Never(Callback):
         def on_start(self, loop):
@@ -414,8 +434,27 @@ def test_a_run_beyond_its_end_is_left_as_it_is(end, tmp_path):
 
     trainer = Counter()
     fit(trainer, DATA, steps=7, batch_size=10, callbacks=[Checkpoints(tmp_path)])  # 5 windows an epoch
+    assert not caplog.records
     history = fit(trainer, DATA, batch_size=10, val=DATA, callbacks=[Never()], **end)
     assert (history.reason, history.epochs, history.steps, history.losses) == ("done", 1, 7, ())
+    ((name, asked),) = end.items()
+    has = {"epochs": 1, "steps": 7}[name]
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"Nothing is left to train: {name}={asked} counts from the beginning of the run, which has {has} {name}; "
+        f"give more {name} to go on."
+    )
+
+
+def test_a_second_fit_to_the_same_end_says_that_it_trains_nothing(tmp_path, caplog):
+    trainer = Counter()
+    for expected in (5, 0):
+        history = fit(trainer, DATA, epochs=1, batch_size=10, callbacks=[Checkpoints(tmp_path)])
+        assert len(history.losses) == expected
+    assert "epochs=1 counts from the beginning of the run, which has 1 epochs" in caplog.text
+    caplog.clear()
+    assert len(fit(trainer, DATA, epochs=2, batch_size=10).losses) == 5
+    assert not caplog.records
 
 
 def test_lines_of_an_end_within_an_epoch(tmp_path):

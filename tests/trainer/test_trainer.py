@@ -12,6 +12,7 @@ import onnxamp
 from onnxamp.errors import DataError, DivergedError, ModelError, UsageError
 from onnxamp.ort.values import transfers
 from onnxamp.trainer.export import read_trained
+from onnxamp.trainer.metric import Metric
 from onnxamp.trainer.metrics import metric
 from onnxamp.trainer.trainer import Trainer
 from onnxamp.training import build
@@ -342,6 +343,59 @@ def test_evaluate_and_predict_use_the_parameters_of_now(bundle, batches):
     np.testing.assert_allclose(trainer.predict(batches)["y"], x @ w + b, rtol=1e-4, atol=1e-5)
     with pytest.raises(UsageError, match="no moving average"):
         trainer.evaluate(batches, weights="ema")
+
+
+def test_nan_in_what_is_only_looked_at_is_named_by_its_rows(bundle, batches, tmp_path, caplog):
+    """Batch by batch the rows count on; data of a file say which file."""
+    trainer, said = _open(bundle), "what is computed from them is not finite either."
+    bad = [{**batch, "x": batch["x"].copy()} for batch in batches]
+    firsts = np.cumsum([0, *(len(batch["x"]) for batch in batches)])
+    bad[1]["x"][0, 1] = bad[3]["x"][:2, 0] = np.nan
+    assert np.isnan(trainer.evaluate(bad)["loss"])
+    assert np.isnan(trainer.predict(bad)["y"]).any()
+    trainer.evaluate([trainer.checked(bad[3])])
+    assert [record.getMessage() for record in caplog.records] == [
+        f"The input 'x' holds 1 NaN in row {firsts[1]} of the data, and 1 more batch holds some: {said}",  # both times
+        f"The input 'x' holds 2 NaN, the first at [0, 0]: {said}",
+    ]
+    caplog.clear()
+    whole = {name: np.concatenate([batch[name] for batch in bad]) for name in bad[0]}
+    np.savez(tmp_path / "val.npz", **whole)
+    history = trainer.fit(
+        batches, epochs=2, batch_size=4, val=str(tmp_path / "val.npz"), val_batch_size=len(whole["x"])
+    )
+    assert np.isnan(history.values["val_loss"])
+    rows = f"{firsts[1]}, {firsts[3]} and {firsts[3] + 1}"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"The input 'x' holds 3 NaN in rows {rows} of {tmp_path}/val.npz: {said}"
+    ]
+    caplog.clear()
+    huge = {**batches[0], "x": np.full_like(batches[0]["x"], np.inf)}
+    trainer.evaluate(huge)
+    assert "holds" in caplog.text
+    assert "Inf in rows 0, 1" in caplog.text
+
+
+def test_metrics_weigh_rows_alike_whoever_has_checked_them(bundle, batches):
+    """Without weights a metric gets none, and not the single 1 that the graph is fed with."""
+    seen = []
+
+    class Spy(Metric):
+        name = "spy"
+
+        def reset(self): ...
+
+        def update(self, output, labels, weights=None):
+            seen.append((len(labels), None if weights is None else len(weights)))
+
+        def value(self):
+            return 0.0
+
+    trainer, rows = _open(bundle), len(batches[0]["x"])
+    bare = {name: values for name, values in batches[0].items() if name != "weights"}
+    for batch in (bare, trainer.checked(bare), batches[0], trainer.checked(batches[0])):
+        trainer.evaluate([batch], metrics=[Spy()])
+    assert seen == [(rows, None), (rows, None), (rows, rows), (rows, rows)]
 
 
 def test_arguments_are_checked(bundle):
