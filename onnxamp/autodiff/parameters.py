@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.autodiff.emitter import FLOATS
-from onnxamp.autodiff.provenance import looks_learned, noted
+from onnxamp.autodiff.provenance import looks_learned, named, noted
 from onnxamp.model.units import producer
 
 # Positions that hold parameters: weights and biases of heavy operators, scales and biases of normalizations, tables.
@@ -54,7 +54,6 @@ _SETTINGS: dict[str, frozenset[int]] = {
     "Pad": frozenset({2}),
     "Resize": frozenset({1, 2}),
     "Upsample": frozenset({1}),
-    "Pow": frozenset({1}),
     "Dropout": frozenset({1}),
     "OneHot": frozenset({2}),
     "Range": frozenset({0, 1, 2}),
@@ -138,6 +137,7 @@ class Parameters:
         buffers: Statistics (running mean and variance).
         tied: Groups of uses of one tensor: name of the trainable → names of the nodes, where there are several.
         copies: Groups of trainable tensors with equal content, transposed or not: perhaps tied before the export.
+        numbers: Single numbers among `unsure` that are called like a variable (a temperature), in a file whose exporter notes nothing.
     """
 
     trainable: tuple[Parameter, ...]
@@ -146,6 +146,7 @@ class Parameters:
     buffers: tuple[Parameter, ...]
     tied: dict[str, tuple[str, ...]]
     copies: tuple[tuple[str, ...], ...]
+    numbers: tuple[str, ...]
 
 
 def classify(model: ir.Model) -> Parameters:
@@ -177,6 +178,8 @@ def classify(model: ir.Model) -> Parameters:
         nodes = tuple(dict.fromkeys(use.node for use in uses))
         if kind == "trainable" and len(nodes) > 1:
             tied[str(value.name)] = nodes
+    notes = any(noted(value) is not None for value in model.graph.initializers.values())
+    numbers = () if notes else tuple(p.name for p in classes["unsure"] if p.size == 1 and named(p.name))
     return Parameters(
         trainable=tuple(classes["trainable"]),
         unsure=tuple(classes["unsure"]),
@@ -184,6 +187,7 @@ def classify(model: ir.Model) -> Parameters:
         buffers=tuple(classes["buffers"]),
         tied=tied,
         copies=_copies(model, classes["trainable"]),
+        numbers=numbers,
     )
 
 

@@ -1,7 +1,8 @@
-"""Whether a float tensor was learned: what its exporter notes, and what its numbers look like."""
+"""Whether a float tensor was learned: what its exporter notes, how it is called, and what its numbers look like."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,14 @@ from numpy.typing import NDArray
 # PyTorch's exporter (`dynamo=True`) notes what a tensor was in the module: PARAMETER, BUFFER or CONSTANT_TENSOR
 # (torch.export.graph_signature.InputKind).
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+# What frameworks call the variables of a model: by the attribute of a module (`head.temperature`), or TensorFlow's operators.
+_ATTRIBUTE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+_VARIABLE = re.compile(r"ReadVariableOp(:\d+)?$|/read(:\d+)?$")
+# What exporters call constants (`val_7`, `Constant_3`, `c1`), and what people call those of a formula (`eps`, `sqrt_d`, `two`).
+_NUMBERED = re.compile(r"^[a-z]\d*$|(^|[._])(const(ant)?|val|cst|tmp|initializer|literal)(?=[._\d]|$)", re.IGNORECASE)
+_OF_FORMULA = re.compile(
+    r"(^|_)(eps(ilon)?|inf|pi|zero|one|two|three|half|ten|min|max|low|high|r?sqrt)(?=[_\d]|$)", re.IGNORECASE
+)
 # The part of a learned tensor's numbers that are different from each other: drawn or trained ones hardly ever meet.
 _DIFFERENT = 0.9
 # How far points of one circle may be from it: tables of sines are stored in FP32 or FP16.
@@ -24,6 +33,14 @@ def noted(value: ir.Value) -> bool | None:
     """Whether the exporter notes an initializer as a parameter; None if it notes nothing."""
     kind = value.metadata_props.get(_KIND)
     return None if kind is None else kind == "PARAMETER"
+
+
+def named(name: str) -> bool:
+    """Whether a tensor is called like a variable of a model, and neither as exporters number constants nor like one of a formula."""
+    if _VARIABLE.search(name):
+        return True
+    last = name.rpartition(".")[2]
+    return bool(_ATTRIBUTE.fullmatch(name)) and not (_NUMBERED.search(name) or _OF_FORMULA.search(last))
 
 
 def looks_learned(array: NDArray[Any]) -> bool:

@@ -280,8 +280,9 @@ def _notes(
 ) -> list[str]:
     """What a user should know about what trains, and what is computed twice."""
     notes = []
-    # A single number is hardly ever a parameter: no word about those.
-    unsure = [p.name for p in found.unsure if p.size > 1 and frozen.get(p.name, "").startswith(_UNSURE)]
+    # A single number is hardly ever a parameter: no word about those that nothing speaks for.
+    doubtful = [p.name for p in found.unsure if p.size > 1 or p.name in found.numbers]
+    unsure = [name for name in doubtful if frozen.get(name, "").startswith(_UNSURE)]
     if unsure:
         tensors = "float tensor is" if len(unsure) == 1 else "float tensors are"
         notes.append(

@@ -14,6 +14,7 @@ import pytest
 from onnxamp.autodiff.gradients import prepare
 from onnxamp.autodiff.inspection import inspect, kept_bytes
 from onnxamp.autodiff.parameters import classify
+from onnxamp.autodiff.provenance import named
 from onnxamp.model.types import infer
 from onnxamp.passes.integers import FoldIntegers
 
@@ -297,6 +298,49 @@ def test_what_the_exporter_notes_decides(kind, want, op):
     found = classify(model)
     want = "trainable" if op == "MatMul" and kind is None else want
     assert [p.name for p in getattr(found, want)] == ["w"]
+
+
+NAMES = {
+    True: [
+        "temperature", "logit_scale", "head.temperature", "blocks.0.gate", "pool.p", "model.visual.logit_scale", "_scale",
+        "net/scale/mul/ReadVariableOp:0", "alpha/read", "create_parameter_0.w_0", "learned_value",
+    ],
+    False: [
+        "val_12", "_val_3", "const_0", "Constant_4", "onnx::Mul_12", "/Constant_output_0", "/attn/Sqrt_output_0", "123", "c", "c1",
+        "p2o.helper.constant.0", "const_fold_opt__7", "eps", "norm.eps", "layer_norm_epsilon", "inv_sqrt_d", "sqrt_dim", "two", "minus_one",
+        "clip_min", "half", "", "model/mul/y:0",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "variable"), [(name, kind) for kind, names in NAMES.items() for name in names])
+def test_names_of_variables(name, variable):
+    assert named(name) == variable
+
+
+@pytest.mark.parametrize("op", ["Mul", "Div", "Pow"])
+def test_a_single_number_is_in_doubt_by_its_name(op):
+    """... where the exporter says nothing of any tensor; where it does, that decides."""
+
+    def found(kind=None, other=None):
+        text = f"g (float[N, 4] x) => (float[N, 4] y) {{ m = MatMul(x, w) s = {op}(m, temperature) t = Add(s, eps) y = Clip(t, low) }}"
+        numbers = {"temperature": np.float32(0.07), "eps": np.full(1, 1e-5, np.float32), "low": np.float32(-1)}
+        model = ir.from_proto(with_weights(parse(text), w=(4, 4), **numbers))
+        for name, noted_as in (("temperature", kind), ("w", other)):
+            if noted_as is not None:
+                key = "pkg.torch.export.graph_signature.InputSpec.kind"
+                model.graph.initializers[name].metadata_props[key] = noted_as
+        infer(model)
+        return classify(model)
+
+    plain = found()
+    assert plain.numbers == ("temperature",)
+    assert [p.name for p in plain.unsure] == ["temperature", "eps"]
+    assert [p.name for p in plain.trainable] == ["w"]
+    assert found(other="PARAMETER").numbers == ()
+    learned = found("PARAMETER", "PARAMETER")
+    assert ([p.name for p in learned.trainable], learned.numbers) == (["w", "temperature"], ())
+    assert found("BUFFER").numbers == ()
 
 
 def test_a_token_in_front_is_a_parameter_by_its_numbers():
