@@ -99,6 +99,20 @@ def _said(problem: Exception) -> str:
     return f"{type(problem).__name__}: {one_line(str(problem), 200) or 'no message'}"
 
 
+def options(choices: Mapping[str, Any], dims: Mapping[str, int]) -> Options:
+    """What the search starts from.
+
+    Args:
+        choices: Arguments of `onnxamp.convert` by name; `policy` is a file.
+        dims: Sizes for the traffic model.
+    """
+    from onnxamp.policy.file import read_policy
+    from onnxamp.policy.options import Options
+
+    policy = read_policy(choices["policy"]) if choices["policy"] is not None else ()
+    return Options(**{**choices, "dim": tuple(sorted(dims.items())), "policy": policy})
+
+
 def run(
     model: str,
     path: str,

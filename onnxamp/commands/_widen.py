@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from onnxamp.evidence import VerifyResult
-
 _ALWAYS = frozenset({"model", "output", "to", "io", "verified", "data", "dim", "force", "as_json"})
 
 
@@ -74,8 +72,8 @@ def run(
     """`convert --to fp32`: the file, what was done, and whether MODEL computes the same within its rounding."""
     from onnxamp import console
     from onnxamp.commands._options import input_sizes
+    from onnxamp.commands._verified import compare
     from onnxamp.conversion import widen
-    from onnxamp.errors import AmpError
     from onnxamp.model.io import load, save
 
     loaded = load(model)
@@ -86,18 +84,9 @@ def run(
     before, after = _counts(loaded), _counts(result)
     found: dict[str, Any] = {"model": model, "output": output}
     found |= {name: {"before": before[name], "after": after[name]} for name in before}
-    evidence: VerifyResult | None = None
-    unverified: AmpError | None = None
-    if verified:
-        from onnxamp.evidence import verify
-
-        try:
-            with console.progress("verifying"):
-                evidence = verify(output, model, data, dim=made_up)
-            found["verify"] = evidence.to_dict()
-        except AmpError as problem:  # the file is written, and its summary is due
-            unverified = problem
-            found["verify"] = {"passed": None, "error": str(problem)}
+    evidence = compare(output, model, data, made_up) if verified else None
+    if evidence is not None:
+        found["verify"] = evidence.to_dict()
     if as_json:
         console.print_json(found)
     else:
@@ -111,13 +100,8 @@ def run(
             rows += [("warning", f"No node of {model} has a 16-bit result.")]
         console.show(console.facts(rows))
         if evidence is not None:
-            from onnxamp.commands.verify import show
-
-            console.show("")
-            show(evidence)
-    if unverified is not None:
-        raise unverified
-    return int(evidence is not None and not evidence.passed)
+            evidence.show()
+    return int(evidence is not None and evidence.failed())
 
 
 def _counts(model: ir.Model) -> dict[str, int]:

@@ -9,11 +9,7 @@ import click
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from onnxamp.conversion import ConvertResult
     from onnxamp.evidence.calibration import Calibration
-    from onnxamp.evidence.observe import Observed
-    from onnxamp.policy.plan import Plan
-    from onnxamp.summary import Summary
 
 
 @click.command(
@@ -103,98 +99,80 @@ def command(
 ) -> int:
     """Rewrite MODEL to mixed precision: Casts where they are needed, FP32 where it must be, a reason for each decision."""
     from onnxamp import console
-    from onnxamp.commands import _auto, _widen
+    from onnxamp.commands import _auto, _converted, _widen
     from onnxamp.commands._options import check_outputs, input_sizes, sizes
+    from onnxamp.commands._verified import compare
     from onnxamp.conversion import convert
-    from onnxamp.policy.file import read_policy
-    from onnxamp.policy.options import HEADROOM, Options
 
-    dims = sizes(dim)
-    source: str | ir.Model = model
+    dims, given = sizes(dim), _given()
     if to is not None:
-        _widen.check(to, _given(), choices["io"])
+        _widen.check(to, given, choices["io"])
         choices["dtype"] = to
     path = _output(model, output, "auto-search" if auto else choices["level"], choices["dtype"], plan_only)
-    _check_use(_given())
-    if headroom is not None:
-        choices["headroom"] = headroom
-    read = [model, data, calibrate, choices["policy"]]
+    _check_use(given)
     if verified and data is None:
-        from onnxamp.evidence.synthesis import refuse
-        from onnxamp.model.io import load
-
-        refuse(load(model))  # before the work, not behind it
+        _check_inputs(model)
     if to == "fp32":
         check_outputs([path], [], force, [model, data])
         return _widen.run(model, path, choices["io"], verified, data, dims, force, as_json)
-    check_outputs([path, *(_auto.beside(path)[:2] if auto else ())], report, force, read)
+    written = [path, *(_auto.beside(path)[:2] if auto else ())]
+    check_outputs(written, report, force, [model, data, calibrate, choices["policy"]])
+
+    source: str | ir.Model = model
     if to is not None:
         source, choices["io"] = _widen.source(model, to, choices["io"])
     choices["io"] = choices["io"] or "keep"
     made_up = input_sizes(source, dims) if calibrate is not None or auto or verified else {}
-    calibration = None
+    if headroom is not None:
+        choices["headroom"] = headroom
+    calibration = searched = None
     if calibrate is not None:
-        from onnxamp.evidence.calibration import calibrate as measure
-
-        with console.progress(f"calibrating {model}"):
-            given = None if calibrate == "made-up" else calibrate
-            calibration = measure(source, given, dtype=choices["dtype"], headroom=headroom or HEADROOM, dim=made_up)
+        calibration = _calibrated(model, source, calibrate, choices, made_up)
         choices["ranges"] = calibration.ranges
-    searched = None
     if auto:
-        policy = read_policy(choices["policy"]) if choices["policy"] is not None else ()
-        options = Options(**{**choices, "dim": tuple(sorted(dims.items())), "policy": policy})
+        options = _auto.options(choices, dims)
         searched = _auto.run(model, path, options, _auto.asked(tolerance, metric), data, max_evals, made_up)
         result = searched.result
     else:
         with console.progress(f"converting {model}"):
             result = convert(source, dim=dims, **choices)
     if plan_only:
-        from onnxamp.commands._options import write_text
-        from onnxamp.policy.file import plan_text
-
-        write_text(path, plan_text(result.plan))
-        _print_plan(path, result, as_json)
+        _converted.write_plan(path, result, as_json)
         return 0
+
     result.save(path, overwrite=force)
-    evidence, unverified = None, None
-    if verified:
-        from onnxamp.errors import AmpError
-        from onnxamp.evidence.verification import verify
-
-        try:
-            with console.progress("verifying"):
-                evidence = verify(source, path, data, dim=made_up, count=4)
-        except AmpError as problem:  # the conversion itself is done, and its summary and reports are due
-            unverified = problem
-    found = {"model": model, "output": path, **summary_dict(result.summary), "warnings": list(result.warnings)}
-    if calibration is not None:
-        found["calibration"] = calibration_dict(calibration, result.plan)
-    if evidence is not None:
-        found["verify"] = evidence.to_dict()
-    if unverified is not None:
-        found["verify"] = {"passed": None, "error": str(unverified)}
-    if searched is not None:
-        found["auto"] = _auto.to_dict(searched, path)
+    evidence = compare(source, path, data, made_up) if verified else None
+    done = _converted.Converted(model, source, path, result, calibration, searched, evidence)
     for file in report:
-        _write_report(file, source, path, found, result)
-    if as_json:
-        console.print_json(found)
-    else:
-        rows = [("written", path), *result.summary.rows()] + [("warning", text) for text in result.warnings]
-        if calibration is not None:
-            rows += calibration_rows(calibration, result.plan)
-        if searched is not None:
-            rows += _auto.rows(searched, path)
-        console.show(console.facts(rows))
-        if evidence is not None:
-            from onnxamp.commands.verify import show
+        done.write_report(file)
+    done.show(as_json)
+    return int(done.failed())
 
-            console.show("")
-            show(evidence)
-    if unverified is not None:
-        raise unverified
-    return int((evidence is not None and not evidence.passed) or (searched is not None and not searched.feasible))
+
+def _check_inputs(model: str) -> None:
+    """Refuse, before the work and not behind it, a model whose inputs nobody can make up."""
+    from onnxamp.evidence.synthesis import refuse
+    from onnxamp.model.io import load
+
+    refuse(load(model))
+
+
+def _calibrated(
+    model: str, source: str | ir.Model, data: str, choices: dict[str, Any], dim: dict[str, int]
+) -> Calibration:
+    """The ranges that values of `source` reach on `data`, or on inputs with the sizes `dim` if it is ``made-up``."""
+    from onnxamp import console
+    from onnxamp.evidence.calibration import calibrate
+    from onnxamp.policy.options import HEADROOM
+
+    with console.progress(f"calibrating {model}"):
+        return calibrate(
+            source,
+            None if data == "made-up" else data,
+            dtype=choices["dtype"],
+            headroom=choices.get("headroom", HEADROOM),
+            dim=dim,
+        )
 
 
 def _check_use(given: set[str]) -> None:
@@ -247,97 +225,3 @@ def _given() -> set[str]:
     context = click.get_current_context()
     default = click.core.ParameterSource.DEFAULT
     return {name for name in context.params if context.get_parameter_source(name) is not default}
-
-
-def _print_plan(path: str, result: ConvertResult, as_json: bool) -> None:
-    from onnxamp import console
-
-    if as_json:
-        console.print_json({"output": path, "nodes": node_dicts(result.plan)})
-    else:
-        counts = ", ".join(f"{count} {kind}" for kind, count in result.summary.nodes.items())
-        click.echo(f"{path}: the decision for every node ({counts}); edit it and give it back with --policy.")
-
-
-def _write_report(file: str, model: str | ir.Model, path: str, found: dict[str, Any], result: ConvertResult) -> None:
-    import json
-
-    from onnxamp.commands._options import write_text
-
-    if file.endswith(".html"):
-        import pathlib
-
-        from onnxamp.comparison import conversion_page
-
-        text = conversion_page(model, result, pathlib.Path(path).name)
-    else:
-        text = json.dumps({**found, "nodes": node_dicts(result.plan)}, indent=2, ensure_ascii=False, allow_nan=False)
-    write_text(file, text + "\n")
-
-
-def node_dicts(plan: Plan) -> list[dict[str, Any]]:
-    """The decision for every node, in JSON types."""
-    return [
-        {
-            "node": node.name or (node.outputs[0].name if node.outputs else ""),
-            "op_type": node.op_type,
-            "precision": decision.precision,
-            "code": decision.code,
-            "evidence": decision.evidence,
-            "operands": decision.operands,
-        }
-        for node, decision in plan.nodes.items()
-    ]
-
-
-def summary_dict(summary: Summary) -> dict[str, Any]:
-    """The summary in JSON types."""
-    import dataclasses
-
-    fields = dataclasses.asdict(summary)
-    fields["heavy"] = dict(zip(("low", "all"), summary.heavy, strict=True))
-    for name in ("weights", "opset"):
-        fields[name] = dict(zip(("before", "after"), fields[name], strict=True))
-    return fields
-
-
-def calibration_dict(calibration: Calibration, plan: Plan) -> dict[str, Any]:
-    """What calibration saw, and the values that stay fp32 for it, in JSON types."""
-    return {
-        "samples": calibration.samples,
-        "data": calibration.source,
-        "made_up": calibration.made_up,
-        "limit": calibration.limit,
-        "beyond": [
-            {"value": row.value, "largest": row.absmax, "batch": row.batch} for row in _raised(calibration, plan)
-        ],
-        "warnings": calibration.warnings(),
-    }
-
-
-def calibration_rows(calibration: Calibration, plan: Plan) -> list[tuple[str, str]]:
-    """The same as lines of the table that ends a conversion."""
-    from onnxamp.console import number
-
-    raised = _raised(calibration, plan)
-    count = f"{calibration.samples} sample" + "s" * (calibration.samples != 1)
-    source = calibration.source if calibration.made_up else f"{count} from {calibration.source}"
-    limit = f"{number(calibration.limit)}, the largest {calibration.dtype} number / {calibration.headroom:g}"
-    stay = (
-        f"{len(raised)} value{'s stay' if len(raised) != 1 else ' stays'} fp32: above"
-        if raised
-        else "no value is above"
-    )
-    rows = [("calibrated", f"{source}; {stay} {limit}")]
-    rows += [("", f"{row.value} ({row.op or 'input'} {row.node!r}) reaches {number(row.absmax)}") for row in raised[:5]]
-    rows += [("", f"and {len(raised) - 5} more")] if len(raised) > 5 else []
-    rows += [("warning", text) for text in calibration.warnings()]
-    return rows
-
-
-def _raised(calibration: Calibration, plan: Plan) -> list[Observed]:
-    """The values beyond the ordinary range whose writer stays fp32 for it; masks are clamped, for example."""
-    from onnxamp.policy import codes
-
-    names = {decision.evidence.get("value") for decision in plan.decisions.values() if decision.code == codes.RANGE}
-    return [row for row in calibration.beyond if row.value in names]
