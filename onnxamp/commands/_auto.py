@@ -127,6 +127,7 @@ def run(
     `dim` are sizes of inputs that are made up; those of the traffic model are in `options`.
     """
     from onnxamp import console
+    from onnxamp.commands._auto_page import page_of
     from onnxamp.commands._options import write_text
     from onnxamp.evidence.search import search
     from onnxamp.policy.file import policy_text
@@ -235,93 +236,3 @@ def rows(found: SearchResult, path: str) -> list[tuple[str, str]]:
         lines.append(("stays fp32", text))
     lines += [("policy", policy), ("page", page)]
     return lines + [("note", text) for text in found.notes]
-
-
-def page_of(model: str, found: SearchResult, wanted: Asked) -> str:
-    """The page: error against share of 16-bit work, every evaluation, and the nodes that rounding hurts most."""
-    from onnxamp.console import size
-    from onnxamp.evidence.tolerance import Tolerance
-    from onnxamp.report import Figures, LinePlot, Note, Section, Series, Table, page
-
-    first, best = found.trials[0], found.best
-    ordered = sorted(found.trials, key=lambda trial: trial.share)
-    plotted = [
-        Series(name, [100 * t.share for t in group], [max(t.result.error, 1e-16) for t in group])
-        for name, group in (
-            ("within the tolerance", [t for t in ordered if t.passed and t.result.error < 1e30]),
-            ("outside", [t for t in ordered if not t.passed and t.result.error < 1e30]),
-        )
-        if group
-    ]
-    asked = wanted.tolerance.to_dict().items() - Tolerance().to_dict().items()
-    bounds = [f"{name} {'≥' if name in ('cosine', 'snr', 'top1') else '≤'} {value:g}" for name, value in sorted(asked)]
-    bounds += [f"metric ≥ {wanted.least:g}"] if wanted.metric is not None else []
-    outcome = verdict(found)
-    sections: list[Section] = [
-        Figures(
-            [
-                ("16-bit work", f"{100 * best.share:.1f}%", f"O2 alone {100 * first.share:.1f}%"),
-                ("cosine", f"{best.result.worst.cosine:.7f}", f"O2 alone {first.result.worst.cosine:.7f}"),
-                ("evaluations", str(len(found.trials)), f"on {pathlib.PurePath(found.data).name}"),
-                ("tolerance", ", ".join(bounds), "met" if found.feasible else "infeasible"),
-            ]
-        ),
-        Note(
-            [
-                f"{outcome[0].upper()}{outcome[1:]}.",
-                *([f"In fp32 stay {text}."] if (text := remaining(found)) else ()),
-                *found.notes,
-            ],
-            tone="good" if found.feasible else "bad",
-        ),
-    ]
-    if plotted:
-        sections.append(
-            LinePlot(
-                "Error against share of 16-bit work",
-                plotted,
-                x_label="% of elements read and written in 16 bits",
-                y_label="noise-to-signal ratio of the worst output",
-                log_y=True,
-                marks=[(100 * best.share, "chosen")],
-            )
-        )
-    cells = [
-        [
-            trial.step,
-            "met" if trial.passed else "; ".join(trial.result.missed),
-            round(100 * trial.share, 2),
-            size(trial.traffic),
-            f"{trial.result.worst.cosine:.7f}",
-            _finite(trial.result.worst.snr),
-            _finite(trial.result.worst.max_rel),
-            len(trial.raised),
-            len(trial.lowered),
-        ]
-        for trial in found.trials
-    ]
-    columns = ["step", "verdict", "16-bit %", "traffic", "cosine", "SNR dB", "max rel", "raised", "lowered"]
-    sections.append(Table("Evaluations", columns, cells))
-    raised, lowered = set(best.raised), set(best.lowered)
-    sensitive = [
-        [
-            item.node,
-            item.op_type,
-            _finite(item.local),
-            _finite(item.effect),
-            _finite(item.score),
-            "raised" if item.node in raised else "lowered" if item.node in lowered else "",
-        ]
-        for item in found.ranking[:200]
-    ]
-    note = "Local: noise-to-signal ratio of the node's result alone in 16 bits; effect: how much of it reaches the outputs."
-    sections.append(
-        Table("Sensitivity", ["node", "operator", "local", "effect", "score", "search"], sensitive, note=note)
-    )
-    return page(f"Search for {pathlib.Path(model).name}", sections, subtitle="onnxamp convert --auto")
-
-
-def _finite(value: float) -> float | str:
-    import math
-
-    return value if math.isfinite(value) else str(value)
