@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import onnx_ir as ir
 
 
@@ -29,30 +31,49 @@ def command(what: tuple[str, ...], as_json: bool, **choices: str | None) -> None
     NODE is a name, or the name of one of the node's results. A converted model tells from its metadata; for any other the
     decision is the one that a conversion would make.
     """
+    from onnxamp import console
+    from onnxamp.errors import UsageError
+
+    given = {name: value for name, value in choices.items() if value is not None}
+    if len(what) > 2:
+        raise UsageError("explain takes a code, or a model and one node.")
+    if len(what) == 1:
+        _explain_code(what[0], given, as_json)
+        return
+    found = explanation(what[0], what[1], given)
+    if as_json:
+        console.print_json(found)
+    else:
+        _show(found)
+
+
+def _explain_code(code: str, given: dict[str, str], as_json: bool) -> None:
+    """Print the page of a code.
+
+    Raises:
+        UsageError: It is no code, or options are there that go with a model.
+    """
     import pathlib
 
     from onnxamp import console
     from onnxamp.errors import UsageError
     from onnxamp.policy.pages import title
 
-    given = {name: value for name, value in choices.items() if value is not None}
-    if len(what) == 1:
-        if given:
-            raise UsageError("--level, --dtype and --target go with MODEL NODE, not with a code.")
-        if pathlib.Path(what[0]).is_file():
-            raise UsageError(f"{what[0]} is a model: add the name of a node.")
-        text = _page(what[0])
-        if as_json:
-            console.print_json({"code": what[0].upper(), "title": title(what[0].upper()), "page": text})
-        else:
-            _print_page(text)
-        return
-    if len(what) > 2:
-        raise UsageError("explain takes a code, or a model and one node.")
-    found = explanation(what[0], what[1], given)
+    if given:
+        raise UsageError("--level, --dtype and --target go with MODEL NODE, not with a code.")
+    if pathlib.Path(code).is_file():
+        raise UsageError(f"{code} is a model: add the name of a node.")
+    text = _page(code)
     if as_json:
-        console.print_json(found)
-        return
+        console.print_json({"code": code.upper(), "title": title(code.upper()), "page": text})
+    else:
+        _print_page(text)
+
+
+def _show(found: dict[str, Any]) -> None:
+    """Print an explanation as a table, and the page of its code."""
+    from onnxamp import console
+
     rows = [("node", found["node"]), ("operator", found["op_type"])]
     rows += [("scope", found["scope"])] if found["scope"] else []
     rows += [("reads", ", ".join(found["inputs"]) or "nothing"), ("gives", ", ".join(found["outputs"]) or "nothing")]
@@ -76,67 +97,94 @@ def command(what: tuple[str, ...], as_json: bool, **choices: str | None) -> None
 
 def explanation(model: str, name: str, choices: dict[str, str]) -> dict[str, Any]:
     """What there is to say of the node called `name` (or that gives the value of that name), in JSON types."""
-    from onnxamp.model import io, types
-    from onnxamp.model.metadata import noted
-    from onnxamp.model.preparation import prepare
-    from onnxamp.model.units import all_nodes
+    from onnxamp.errors import UsageError
     from onnxamp.passes.annotate import converted_with
     from onnxamp.policy.pages import title
 
-    loaded = io.load(model)
-    calls: dict[str | None, list[str]] = {}
-    if converted_with(loaded) is None and choices.get("level") != "O0":
-        calls = {
-            node.name: [value.name or "" for value in node.outputs]
-            for node in all_nodes(loaded.graph)
-            if node.op_identifier() in loaded.functions
-        }
-        prepare(loaded)
-    else:
-        types.infer(loaded)
+    loaded, calls = _loaded(model, choices)
     node = _find(loaded, model, name, calls)
-    notes: dict[str, Any] = {"precision": "", "code": "", "evidence": {}, "operands": {}}
-    how = "none: it computes with no floats that onnxamp decides"
-    if converted_with(loaded) is not None:
-        if choices:
-            from onnxamp.errors import UsageError
-
-            raise UsageError(
-                f"{model} is converted already and tells its own decisions: leave out --{next(iter(choices))}."
-            )
-        props = node.metadata_props
-        if {"onnxamp.precision", "onnxamp.code"} <= set(props):
-            how = ""
-            notes = {
-                "precision": props["onnxamp.precision"],
-                "code": props["onnxamp.code"],
-                "evidence": noted(props, "evidence", f"node {node.name!r}"),
-                "operands": noted(props, "operands", f"node {node.name!r}"),
-            }
-        elif "onnxamp.cast" in props:
-            how = f"a Cast that onnxamp added, from {props.get('onnxamp.source', '?')} to {props['onnxamp.cast']}"
+    if converted_with(loaded) is None:
+        decision, how = _planned(loaded, node, choices)
+    elif not choices:
+        decision, how = _noted(node)
     else:
-        decision = _planned(loaded, node, choices)
-        if decision is not None:
-            how = f" (as {choices.get('level', 'O2')} with {choices.get('dtype', 'fp16')} would decide)"
-            mixed = set(decision.operands.values()) != {decision.precision}
-            notes = {
-                "precision": decision.precision,
-                "code": decision.code,
-                "evidence": decision.evidence,
-                "operands": decision.operands if mixed else {},
-            }
+        raise UsageError(
+            f"{model} is converted already and tells its own decisions: leave out --{next(iter(choices))}."
+        )
     return {
         "node": node.name or "(no name)",
         "op_type": f"{node.domain}.{node.op_type}" if node.domain else node.op_type,
         "scope": node.metadata_props.get("namespace") or node.metadata_props.get("pkg.torch.onnx.name_scopes") or "",
         "inputs": [_value(value) for value in node.inputs if value is not None],
         "outputs": [_value(value) for value in node.outputs],
-        **notes,
-        "title": title(notes["code"]) if notes["code"] else "",
+        **decision,
+        "title": title(decision["code"]) if decision["code"] else "",
         "how": how,
         "made_by": _maker(node) if "onnxamp.cast" in node.metadata_props else None,
     }
+
+
+def _loaded(model: str, choices: dict[str, str]) -> tuple[ir.Model, dict[str | None, list[str]]]:
+    """The model as a conversion decides on it, and the results of the calls of functions that are gone from it, by name."""
+    from onnxamp.model import io, types
+    from onnxamp.model.preparation import prepare
+    from onnxamp.model.units import all_nodes
+    from onnxamp.passes.annotate import converted_with
+
+    loaded = io.load(model)
+    if converted_with(loaded) is not None or choices.get("level") == "O0":
+        types.infer(loaded)
+        return loaded, {}
+    calls = {
+        node.name: [value.name or "" for value in node.outputs]
+        for node in all_nodes(loaded.graph)
+        if node.op_identifier() in loaded.functions
+    }
+    prepare(loaded)
+    return loaded, calls
+
+
+def _decision(
+    precision: str = "",
+    code: str = "",
+    evidence: Mapping[str, Any] | None = None,
+    operands: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A decision in JSON types; by default that there is none."""
+    return {"precision": precision, "code": code, "evidence": evidence or {}, "operands": operands or {}}
+
+
+_UNDECIDED = "none: it computes with no floats that onnxamp decides"
+
+
+def _noted(node: ir.Node) -> tuple[dict[str, Any], str]:
+    """The decision that stands in a converted model, and what to say of the precision besides."""
+    from onnxamp.model.metadata import noted
+
+    props, where = node.metadata_props, f"node {node.name!r}"
+    if {"onnxamp.precision", "onnxamp.code"} <= set(props):
+        evidence, operands = noted(props, "evidence", where), noted(props, "operands", where)
+        return _decision(props["onnxamp.precision"], props["onnxamp.code"], evidence, operands), ""
+    if "onnxamp.cast" in props:
+        source = props.get("onnxamp.source", "?")
+        return _decision(), f"a Cast that onnxamp added, from {source} to {props['onnxamp.cast']}"
+    return _decision(), _UNDECIDED
+
+
+def _planned(model: ir.Model, node: ir.Node, choices: dict[str, str]) -> tuple[dict[str, Any], str]:
+    """The decision that a conversion of `model` would make, and what to say of the precision besides."""
+    from onnxamp.policy.plan import Options
+    from onnxamp.policy.raising import plan_at_best_opset
+    from onnxamp.policy.user import label
+
+    plan = plan_at_best_opset(model, Options(**choices)).nodes  # type: ignore[arg-type]  # command-line options by name
+    # A later opset is planned on a copy, in which the node has the same name.
+    found = plan.get(node) or next((made for twin, made in plan.items() if label(twin) == label(node)), None)
+    if found is None:
+        return _decision(), _UNDECIDED
+    operands = found.operands if set(found.operands.values()) != {found.precision} else {}
+    how = f" (as {choices.get('level', 'O2')} with {choices.get('dtype', 'fp16')} would decide)"
+    return _decision(found.precision, found.code, found.evidence, operands), how
 
 
 def _maker(cast: ir.Node) -> dict[str, str]:
@@ -160,17 +208,6 @@ def _maker(cast: ir.Node) -> dict[str, str]:
         "code": code,
         "title": title(code),
     }
-
-
-def _planned(model: ir.Model, node: ir.Node, choices: dict[str, str]) -> Any:
-    """The decision that a conversion of `model` would make for `node`; None if it makes none."""
-    from onnxamp.policy.plan import Options
-    from onnxamp.policy.raising import plan_at_best_opset
-    from onnxamp.policy.user import label
-
-    found = plan_at_best_opset(model, Options(**choices)).nodes  # type: ignore[arg-type]  # command-line options by name
-    # A later opset is planned on a copy, in which the node has the same name.
-    return found.get(node) or next((decided for twin, decided in found.items() if label(twin) == label(node)), None)
 
 
 def _find(model: ir.Model, path: str, name: str, calls: dict[str | None, list[str]]) -> ir.Node:
