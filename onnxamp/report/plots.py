@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from onnxamp.report.sections import LinePlot, Series
 
@@ -88,65 +90,116 @@ def _bounds(values: list[float]) -> tuple[float, float]:
     return low, high
 
 
+@dataclasses.dataclass(frozen=True)
+class _Axes:
+    """Where the numbers of a plot lie in its picture; y is their logarithm to base ten on a logarithmic axis.
+
+    Attributes:
+        x0: Least x.
+        x1: Greatest x.
+        y0: Least y.
+        y1: Greatest y.
+    """
+
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+
+    def px(self, x: float) -> float:
+        return LEFT + (x - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
+
+    def py(self, y: float) -> float:
+        return HEIGHT - BOTTOM - (y - self.y0) / (self.y1 - self.y0) * (HEIGHT - TOP - BOTTOM)
+
+
 def line_plot(plot: LinePlot) -> str:
     """The SVG of a plot and, beside it, its numbers for the tooltip."""
-
-    def height(value: float) -> float:
-        if not plot.log_y:
-            return value
-        return math.log10(value) if value > 0 else math.nan
-
     thinned = [Series(s.name, *thin(s.x, s.y)) for s in plot.series]
-    lines = [(s.name, s.x, [height(v) if math.isfinite(v) else math.nan for v in s.y]) for s in thinned]
-    x0, x1 = _bounds([v for _, xs, _ in lines for v in xs] + [x for x, _ in plot.marks])
-    y0, y1 = _bounds([v for _, _, ys in lines for v in ys if math.isfinite(v)])
+    lines = [(s.x, [_height(v, plot.log_y) for v in s.y]) for s in thinned]
+    axes = _axes(lines, [x for x, _ in plot.marks])
+    svg = [
+        f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(plot.title)}">',
+        *_grid(plot, axes),
+        *_marks(plot, axes),
+        *(_line(xs, ys, axes, k) for k, (xs, ys) in enumerate(lines)),
+        '<line class="cursor" y1="0" y2="0" x1="0" x2="0"/></svg>',
+    ]
+    legend = "".join(
+        f'<span class="key"><i class="c{k % 6}"></i>{html.escape(s.name)}</span>' for k, s in enumerate(plot.series)
+    )
+    words = f"{plot.y_label or plot.title}, logarithmic" if plot.log_y else plot.y_label
+    label = f'<div class="ylabel">{html.escape(words)}</div>' if words else ""
+    numbers = html.escape(json.dumps(_numbers(plot, thinned, axes)))
+    return f'{label}<div class="plotbox" data-plot="{numbers}">{"".join(svg)}</div>{legend}'
+
+
+def _height(value: float, log: bool) -> float:
+    """Where a value lies on the y axis; NaN if nowhere."""
+    if not math.isfinite(value):
+        return math.nan
+    if not log:
+        return value
+    return math.log10(value) if value > 0 else math.nan
+
+
+def _axes(lines: Sequence[tuple[Sequence[float], Sequence[float]]], marks: Sequence[float]) -> _Axes:
+    """Axes that hold all lines and marks, with some room above and below."""
+    x0, x1 = _bounds([x for xs, _ in lines for x in xs] + list(marks))
+    y0, y1 = _bounds([y for _, ys in lines for y in ys if math.isfinite(y)])
     pad = 0.04 * (y1 - y0)
-    y0, y1 = y0 - pad, y1 + pad
+    return _Axes(x0, x1, y0 - pad, y1 + pad)
 
-    def px(x: float) -> float:
-        return LEFT + (x - x0) / (x1 - x0) * (WIDTH - LEFT - RIGHT)
 
-    def py(y: float) -> float:
-        return HEIGHT - BOTTOM - (y - y0) / (y1 - y0) * (HEIGHT - TOP - BOTTOM)
-
-    svg = [f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(plot.title)}">']
-    rows = log_ticks(y0, y1) if plot.log_y else ticks(y0, y1)
+def _grid(plot: LinePlot, axes: _Axes) -> list[str]:
+    """A line and a number for each round y, a number for each round x, and what x is."""
+    svg = []
+    rows = log_ticks(axes.y0, axes.y1) if plot.log_y else ticks(axes.y0, axes.y1)
     for y in rows:
-        text = number(10**y) if plot.log_y else tick_text(y, rows)
-        svg.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}"/>')
-        svg.append(f'<text class="tick" x="{LEFT - 6}" y="{py(y) + 4:.1f}" text-anchor="end">{text}</text>')
-    for x in ticks(x0, x1, 7):
+        text, at = number(10**y) if plot.log_y else tick_text(y, rows), axes.py(y)
+        svg.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        svg.append(f'<text class="tick" x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{text}</text>')
+    for x in ticks(axes.x0, axes.x1, 7):
         svg.append(
-            f'<text class="tick" x="{px(x):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number(x)}</text>'
+            f'<text class="tick" x="{axes.px(x):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number(x)}</text>'
         )
     svg.append(
         f'<text class="axis" x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">'
         f"{html.escape(plot.x_label)}</text>"
     )
-    for x, text in plot.marks:
-        svg.append(
-            f'<line class="mark" x1="{px(x):.1f}" x2="{px(x):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
-            f"<title>{html.escape(text)}</title></line>"
-        )
-    for k, (_, xs, ys) in enumerate(lines):
-        path, pen, drawn = [], "M", 0
-        for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
-            if not math.isfinite(y):
-                pen = "M"
-                continue
-            alone = pen == "M" and (i + 1 == len(ys) or not math.isfinite(ys[i + 1]))
-            path.append(f"{pen}{px(x):.1f} {py(y):.1f}" + ("h0.01" if alone else ""))
-            pen, drawn = "L", drawn + 1
-        dash = f' stroke-dasharray="{DASHES[k // 6 % len(DASHES)]}"' if k >= 6 else ""
-        if drawn:
-            svg.append(f'<path class="line c{k % 6}"{dash} d="{"".join(path)}"/>')
-    svg.append('<line class="cursor" y1="0" y2="0" x1="0" x2="0"/></svg>')
-    legend = "".join(
-        f'<span class="key"><i class="c{k % 6}"></i>{html.escape(s.name)}</span>' for k, s in enumerate(plot.series)
-    )
-    numbers = {
-        "x0": x0,
-        "x1": x1,
+    return svg
+
+
+def _marks(plot: LinePlot, axes: _Axes) -> list[str]:
+    """A line from top to bottom for each mark."""
+    return [
+        f'<line class="mark" x1="{axes.px(x):.1f}" x2="{axes.px(x):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
+        f"<title>{html.escape(text)}</title></line>"
+        for x, text in plot.marks
+    ]
+
+
+def _line(xs: Sequence[float], ys: Sequence[float], axes: _Axes, index: int) -> str:
+    """The path of a series, broken where y is NaN; a point alone is a dot. Nothing if no point can be drawn."""
+    path, pen = [], "M"
+    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        if not math.isfinite(y):
+            pen = "M"
+            continue
+        alone = pen == "M" and (i + 1 == len(ys) or not math.isfinite(ys[i + 1]))
+        path.append(f"{pen}{axes.px(x):.1f} {axes.py(y):.1f}" + ("h0.01" if alone else ""))
+        pen = "L"
+    if not path:
+        return ""
+    dash = f' stroke-dasharray="{DASHES[index // 6 % len(DASHES)]}"' if index >= 6 else ""
+    return f'<path class="line c{index % 6}"{dash} d="{"".join(path)}"/>'
+
+
+def _numbers(plot: LinePlot, series: Sequence[Series], axes: _Axes) -> dict[str, Any]:
+    """What the page's script needs for the tooltip."""
+    return {
+        "x0": axes.x0,
+        "x1": axes.x1,
         "left": LEFT,
         "right": WIDTH - RIGHT,
         "top": TOP,
@@ -154,9 +207,6 @@ def line_plot(plot: LinePlot) -> str:
         "width": WIDTH,
         "label": plot.x_label,
         "series": [
-            {"name": s.name, "x": list(s.x), "y": [v if math.isfinite(v) else str(v) for v in s.y]} for s in thinned
+            {"name": s.name, "x": list(s.x), "y": [v if math.isfinite(v) else str(v) for v in s.y]} for s in series
         ],
     }
-    words = f"{plot.y_label or plot.title}, logarithmic" if plot.log_y else plot.y_label
-    label = f'<div class="ylabel">{html.escape(words)}</div>' if words else ""
-    return f'{label}<div class="plotbox" data-plot="{html.escape(json.dumps(numbers))}">{"".join(svg)}</div>{legend}'
