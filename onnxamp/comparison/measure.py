@@ -16,11 +16,10 @@ from onnxamp.comparison.records import GraphDiff
 from onnxamp.comparison.side import Side, node_name
 from onnxamp.dtypes import BY_IR, LOW
 from onnxamp.errors import DataError
-from onnxamp.evidence.inputs import Data
+from onnxamp.evidence.inputs import Data, cast_sample
 from onnxamp.evidence.locate import DIVERGED_DB
 from onnxamp.evidence.sampling import choose
 from onnxamp.evidence.values import SideBySide, clamped
-from onnxamp.evidence.verification import cast_sample
 from onnxamp.ort.session import SessionConfig, open_session
 from onnxamp.passes.emulate import emulate
 

@@ -13,11 +13,11 @@ import onnx_ir as ir
 
 from onnxamp import __version__
 from onnxamp.errors import DataError
-from onnxamp.evidence.inputs import Data
+from onnxamp.evidence.inputs import Data, cast_sample
 from onnxamp.evidence.metrics import Difference, worst_of
+from onnxamp.evidence.outputs import Comparison
 from onnxamp.evidence.sampling import Model, choose, path_of
 from onnxamp.evidence.tolerance import Tolerance
-from onnxamp.evidence.verification import Comparison, cast_sample
 from onnxamp.model import io
 from onnxamp.model.preparation import prepared
 from onnxamp.ort.session import SessionConfig, open_session, run

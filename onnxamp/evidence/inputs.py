@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from onnxamp.dtypes import BY_IR
 from onnxamp.errors import DataError, UsageError, one_line
+from onnxamp.evidence.metrics import is_float
 
 Array = npt.NDArray[Any]
 Sample = dict[str, Any]
@@ -98,6 +100,17 @@ def samples(data: Data, inputs: list[Input], limit: int | None = None) -> Iterat
             count += 1
     if not count:
         raise UsageError("The data hold no sample: give at least one.")
+
+
+def cast_sample(sample: Sample, candidate: ir.Model) -> Sample:
+    """`sample` in the types of the candidate's inputs."""
+    result = dict(sample)
+    for value in candidate.graph.inputs:
+        name, array = value.name or "", result.get(value.name or "")
+        if isinstance(array, np.ndarray) and value.dtype in BY_IR and is_float(array):
+            with np.errstate(over="ignore"):
+                result[name] = array.astype(BY_IR[value.dtype].numpy, copy=False)
+    return result
 
 
 def _groups(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -8,47 +8,25 @@ process of its own.
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
-from onnxamp.dtypes import BF16, BY_IR, BY_NAME, FP16, LOW
-from onnxamp.errors import DataError, ModelError, UnsupportedError, one_line
-from onnxamp.evidence.inputs import Data, Sample
+from onnxamp.dtypes import BF16, BY_NAME, FP16
+from onnxamp.errors import DataError, ModelError, UnsupportedError
+from onnxamp.evidence import file_check
+from onnxamp.evidence.inputs import Data, Sample, cast_sample
 from onnxamp.evidence.locate import Divergence, first_divergence
-from onnxamp.evidence.metrics import Difference, difference, is_float, worse
-from onnxamp.evidence.sampling import Model, choose, path_of
-from onnxamp.evidence.ties import picking, unexplained
+from onnxamp.evidence.outputs import Comparison, OutputResult
+from onnxamp.evidence.sampling import Model, Samples, choose, path_of
 from onnxamp.evidence.tolerance import DEFAULTS, Tolerance
-from onnxamp.evidence.values import Fetcher, matched
 from onnxamp.files import jsonable
-from onnxamp.model import io
 from onnxamp.model.preparation import prepared
 from onnxamp.model.signatures import standard_opset
-from onnxamp.ort import worker
 from onnxamp.ort.session import SessionConfig, open_session, run
 from onnxamp.passes.emulate import emulate
-
-
-@dataclasses.dataclass(frozen=True)
-class OutputResult:
-    """The verdict on one output.
-
-    Attributes:
-        name: Name of the output.
-        worst: The worst of all samples in each measure.
-        sample: The first sample that misses the tolerance, else the one with the lowest SNR or most mismatches.
-        missed: The bounds that are broken, in words; empty if none is.
-    """
-
-    name: str
-    worst: Difference
-    sample: int
-    missed: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -154,139 +132,83 @@ def verify(
             f"ONNX Runtime casts from opset 6 on and the candidate has {standard_opset(theirs)}: raise the opset of the original with "
             "onnx.version_converter and convert that."
         )
-    bounds = _bounds(tolerance, precision)
-    config = SessionConfig(provider=provider)
+    bounds, config = _bounds(tolerance, precision), SessionConfig(provider=provider)
     judged = [emulate(model) if precision_of(model) != "fp32" else model for model in (ours, theirs)]
     paths = [path_of(given) for given in (reference, candidate)]
     sessions = [open_session(model, config, name=name) for model, name in zip(judged, paths, strict=True)]
     feeds = choose(ours, sessions[0], data, dim=dim, count=count, seed=seed)
-    source = feeds.source
     comparison = Comparison(ours, judged, bounds, config)
-    first: tuple[Sample, Sample] | None = None
-    problems: list[str] = []
+    ran = _run_on(feeds, sessions, theirs, comparison)
+    unsound: list[str] = []
     notes: list[str] = []
-    rows: int | None = 0
-    for sample in feeds:
-        pair = (sample, cast_sample(sample, theirs))
-        first = first or pair
-        try:
-            expected = run(sessions[0], pair[0])
-        except DataError as problem:
-            raise DataError(f"The reference does not run on {source}: {problem}") from problem
-        try:
-            got = run(sessions[1], pair[1])
-            comparison.add(pair, expected, got)
-        except DataError as problem:
-            problems.append(f"The candidate fails on sample {comparison.count}: {problem}")
-            break
-        sizes = {len(value) for value in sample.values() if isinstance(value, np.ndarray) and value.ndim}
-        rows = rows + sizes.pop() if rows is not None and len(sizes) == 1 else None
-    if check_file and first is not None:
-        _check_file(reference, candidate, theirs, first[1], provider, problems, notes)
+    if check_file and ran.first is not None:
+        unsound, notes = file_check.run(reference, candidate, theirs, ran.first, provider)
     outputs = comparison.results()
-    divergence = None
-    failing = [output for output in outputs if output.missed]
-    if failing:
-        names = [output.name for output in failing]
-        divergence = first_divergence(
-            ours,
-            judged[0],
-            theirs,
-            judged[1],
-            comparison.failed_feeds(names[0]),
-            names,
-            config,
-            BY_NAME[precision].max,
-        )
     return VerifyResult(
         precision=precision,
         tolerance=bounds,
         outputs=tuple(outputs),
         samples=comparison.count,
-        data=source,
-        problems=tuple(problems),
+        data=feeds.source,
+        problems=(*ran.problems, *unsound),
         notes=tuple(notes),
-        divergence=divergence,
-        rows=rows,
+        divergence=_divergence(comparison, theirs, outputs, BY_NAME[precision].max),
+        rows=ran.rows,
         made_up=feeds.made_up,
     )
 
 
-class Comparison:
-    """The differences so far, sample after sample."""
+@dataclasses.dataclass(frozen=True)
+class _Ran:
+    """What there is to say of the samples besides the differences.
 
-    def __init__(
-        self, reference: ir.Model, judged: list[ir.Model], tolerance: Tolerance, config: SessionConfig
-    ) -> None:
-        self.reference = reference
-        self.judged = judged
-        self.tolerance = tolerance
-        self.config = config
-        self.count = 0
-        self._worst: dict[str, Difference] = {}
-        self._sample: dict[str, tuple[tuple[float, ...], int]] = {}
-        self._missed: dict[str, dict[str, None]] = {}
-        self._feeds: dict[str, tuple[Sample, Sample]] = {}
+    Attributes:
+        first: The first one as the candidate takes it; None if there is none.
+        rows: Rows of all together; None if the inputs of one differ in their first size.
+        problems: Why the candidate did not take all of them.
+    """
 
-    def add(self, feeds: tuple[Sample, Sample], expected: dict[str, Any], got: dict[str, Any]) -> None:
-        """Compare the outputs of one sample."""
-        for name, want in expected.items():
-            try:
-                found = difference(want, got[name], with_kl=self.tolerance.kl is not None)
-            except DataError as problem:
-                raise DataError(f"its output {name!r} does not fit: {problem}.") from problem
-            if found.mismatches:
-                found = dataclasses.replace(found, ties=self._ties(name, feeds, found.mismatches))
-            missed = self.tolerance.missed(found)
-            rank = (-len(missed), found.snr if found.snr == found.snr else 0.0, -float(found.mismatches))
-            if name not in self._worst or rank < self._sample[name][0]:
-                self._sample[name] = (rank, self.count)
-                self._feeds[name] = feeds
-            self._worst[name] = worse(self._worst[name], found) if name in self._worst else found
-            for text in missed:
-                self._missed.setdefault(name, {}).setdefault(text.split()[0], None)
-        self.count += 1
+    first: Sample | None
+    rows: int | None
+    problems: tuple[str, ...] = ()
 
-    def results(self) -> list[OutputResult]:
-        """The verdicts."""
-        result = []
-        for name, worst in self._worst.items():
-            broken = self._missed.get(name, {})
-            # Counts add up over samples, so that a share that was missed once may look met in the sum.
-            words = {text.split()[0]: text for text in self.tolerance.missed(worst)}
-            missed = tuple(words.get(measure, f"{measure} in one sample") for measure in broken)
-            result.append(OutputResult(name, worst, self._sample[name][1], missed))
-        return result
 
-    def failed_feeds(self, name: str) -> tuple[Sample, Sample]:
-        """The sample on which output `name` is worst."""
-        return self._feeds[name]
+def _run_on(feeds: Samples, sessions: Sequence[Any], candidate: ir.Model, comparison: Comparison) -> _Ran:
+    """Run both models on every sample, up to one that the candidate fails on, and compare their outputs.
 
-    def _ties(self, name: str, feeds: tuple[Sample, Sample], mismatches: int) -> int:
-        """How many of the unequal indices in output `name` a tie explains."""
-        output = next(value for value in self.reference.graph.outputs if value.name == name)
-        pick = picking(output)
-        if pick is None:
-            return 0
-        node = pick.producer()
-        assert node is not None
-        pairs = [pair for pair in matched(self.reference, self.judged[1]) if pair.node is node]
-        partner = next((pair.partner for pair in pairs), None)
-        scores = node.inputs[0]
-        if partner is None or partner.inputs[0] is None or scores is None:
-            return 0
-        names = [
-            (scores.name or "", pick.name or ""),
-            (partner.inputs[0].name or "", partner.outputs[pick.index() or 0].name or ""),
-        ]
-        values = [
-            Fetcher(model, pair, self.config)(sample, pair)
-            for model, pair, sample in zip(self.judged, names, feeds, strict=True)
-        ]
-        (expected, got), picked = ((values[0][names[0][i]], values[1][names[1][i]]) for i in (0, 1))
-        if self.tolerance.missed(difference(expected, got)):  # scores that are wrong altogether explain nothing
-            return 0
-        return max(0, mismatches - unexplained(node, (expected, got), picked))
+    Raises:
+        DataError: The reference does not run on a sample.
+    """
+    first: Sample | None = None
+    rows: int | None = 0
+    for sample in feeds:
+        pair = (sample, cast_sample(sample, candidate))
+        first = pair[1] if first is None else first
+        try:
+            expected = run(sessions[0], pair[0])
+        except DataError as problem:
+            raise DataError(f"The reference does not run on {feeds.source}: {problem}") from problem
+        try:
+            comparison.add(pair, expected, run(sessions[1], pair[1]))
+        except DataError as problem:
+            return _Ran(first, rows, (f"The candidate fails on sample {comparison.count}: {problem}",))
+        sizes = {len(value) for value in sample.values() if isinstance(value, np.ndarray) and value.ndim}
+        rows = rows + sizes.pop() if rows is not None and len(sizes) == 1 else None
+    return _Ran(first, rows)
+
+
+def _divergence(
+    comparison: Comparison, candidate: ir.Model, outputs: Sequence[OutputResult], limit: float
+) -> Divergence | None:
+    """Where the outputs that fail begin to differ, on the sample that is worst for the first of them."""
+    failing = [output.name for output in outputs if output.missed]
+    if not failing:
+        return None
+    reference, emulated = comparison.judged
+    feeds = comparison.failed_feeds(failing[0])
+    return first_divergence(
+        comparison.reference, reference, candidate, emulated, feeds, failing, comparison.config, limit
+    )
 
 
 def precision_of(model: ir.Model) -> str:
@@ -314,55 +236,3 @@ def _same_interface(reference: ir.Model, candidate: ir.Model) -> None:
                 f"The models have other {what}: the candidate lacks {missing or 'none'} and adds {extra or 'none'}; "
                 "compare a model with its own conversion."
             )
-
-
-def cast_sample(sample: Sample, candidate: ir.Model) -> Sample:
-    """`sample` in the types of the candidate's inputs."""
-    result = dict(sample)
-    for value in candidate.graph.inputs:
-        name, array = value.name or "", result.get(value.name or "")
-        if isinstance(array, np.ndarray) and value.dtype in BY_IR and is_float(array):
-            with np.errstate(over="ignore"):
-                result[name] = array.astype(BY_IR[value.dtype].numpy, copy=False)
-    return result
-
-
-def _check_file(
-    reference: Model,
-    candidate: Model,
-    model: ir.Model,
-    sample: Sample,
-    provider: str,
-    problems: list[str],
-    notes: list[str],
-) -> None:
-    """Check the candidate as it is, not its emulation, and as a program opens it that sets nothing but the provider."""
-    if wrong := _checker(candidate):
-        if _checker(reference):
-            notes.append(f"onnx.checker refuses the candidate, and the reference too: {wrong}.")
-        else:
-            problems.append(f"onnx.checker refuses the candidate: {wrong}.")
-    if not any(value.dtype in LOW for node in model.graph.all_nodes() for value in node.outputs):
-        return
-    answer = worker.shared().run(candidate, [sample], SessionConfig(provider=provider, optimization="all"))
-    if answer.note:
-        notes.append(answer.note)
-    if answer.kind == UnsupportedError.__name__:
-        notes.append(f"The file itself was not run, only its emulation: {answer.error}")
-    elif answer.error:
-        text = answer.error if answer.kind else f"ONNX Runtime crashes on it, {answer.error}."
-        problems.append(f"The file does not run as it is: {text}")
-
-
-def _checker(model: Model) -> str:
-    """What `onnx.checker` says against a model; empty if nothing."""
-    try:
-        if isinstance(model, (str, os.PathLike)):
-            onnx.checker.check_model(os.fspath(model), full_check=True)
-        else:
-            onnx.checker.check_model(
-                model if isinstance(model, onnx.ModelProto) else io.to_proto(model), full_check=True
-            )
-    except Exception as problem:  # it raises many types, some from C++
-        return one_line(problem, 200)
-    return ""

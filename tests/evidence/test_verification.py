@@ -192,7 +192,7 @@ def test_the_file_itself_runs_on_the_provider_asked_for(provider: str, monkeypat
     monkeypatch.setattr(
         verification, "open_session", lambda model, config, **more: here(model, config.on_cpu(), **more)
     )
-    monkeypatch.setattr(verification.worker, "shared", Worker)
+    monkeypatch.setattr("onnxamp.ort.worker.shared", Worker)
     assert verify(REFERENCE, LOW, SMALL, provider=provider).passed
     assert asked == [SessionConfig(provider=provider, optimization="all")]
 

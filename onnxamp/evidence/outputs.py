@@ -1,0 +1,110 @@
+"""The outputs of a candidate against those of its reference, sample after sample, and what a tolerance says of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxamp.errors import DataError
+from onnxamp.evidence.inputs import Sample
+from onnxamp.evidence.metrics import Difference, difference, worse
+from onnxamp.evidence.ties import picking, unexplained
+from onnxamp.evidence.tolerance import Tolerance
+from onnxamp.evidence.values import Fetcher, matched
+from onnxamp.ort.session import SessionConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputResult:
+    """The verdict on one output.
+
+    Attributes:
+        name: Name of the output.
+        worst: The worst of all samples in each measure.
+        sample: The first sample that misses the tolerance, else the one with the lowest SNR or most mismatches.
+        missed: The bounds that are broken, in words; empty if none is.
+    """
+
+    name: str
+    worst: Difference
+    sample: int
+    missed: tuple[str, ...]
+
+
+class Comparison:
+    """The differences so far, sample after sample."""
+
+    def __init__(
+        self, reference: ir.Model, judged: list[ir.Model], tolerance: Tolerance, config: SessionConfig
+    ) -> None:
+        self.reference = reference
+        self.judged = judged
+        self.tolerance = tolerance
+        self.config = config
+        self.count = 0
+        self._worst: dict[str, Difference] = {}
+        self._sample: dict[str, tuple[tuple[float, ...], int]] = {}
+        self._missed: dict[str, dict[str, None]] = {}
+        self._feeds: dict[str, tuple[Sample, Sample]] = {}
+
+    def add(self, feeds: tuple[Sample, Sample], expected: dict[str, Any], got: dict[str, Any]) -> None:
+        """Compare the outputs of one sample."""
+        for name, want in expected.items():
+            try:
+                found = difference(want, got[name], with_kl=self.tolerance.kl is not None)
+            except DataError as problem:
+                raise DataError(f"its output {name!r} does not fit: {problem}.") from problem
+            if found.mismatches:
+                found = dataclasses.replace(found, ties=self._ties(name, feeds, found.mismatches))
+            missed = self.tolerance.missed(found)
+            rank = (-len(missed), found.snr if found.snr == found.snr else 0.0, -float(found.mismatches))
+            if name not in self._worst or rank < self._sample[name][0]:
+                self._sample[name] = (rank, self.count)
+                self._feeds[name] = feeds
+            self._worst[name] = worse(self._worst[name], found) if name in self._worst else found
+            for text in missed:
+                self._missed.setdefault(name, {}).setdefault(text.split()[0], None)
+        self.count += 1
+
+    def results(self) -> list[OutputResult]:
+        """The verdicts."""
+        result = []
+        for name, worst in self._worst.items():
+            broken = self._missed.get(name, {})
+            # Counts add up over samples, so that a share that was missed once may look met in the sum.
+            words = {text.split()[0]: text for text in self.tolerance.missed(worst)}
+            missed = tuple(words.get(measure, f"{measure} in one sample") for measure in broken)
+            result.append(OutputResult(name, worst, self._sample[name][1], missed))
+        return result
+
+    def failed_feeds(self, name: str) -> tuple[Sample, Sample]:
+        """The sample on which output `name` is worst."""
+        return self._feeds[name]
+
+    def _ties(self, name: str, feeds: tuple[Sample, Sample], mismatches: int) -> int:
+        """How many of the unequal indices in output `name` a tie explains."""
+        output = next(value for value in self.reference.graph.outputs if value.name == name)
+        pick = picking(output)
+        if pick is None:
+            return 0
+        node = pick.producer()
+        assert node is not None
+        pairs = [pair for pair in matched(self.reference, self.judged[1]) if pair.node is node]
+        partner = next((pair.partner for pair in pairs), None)
+        scores = node.inputs[0]
+        if partner is None or partner.inputs[0] is None or scores is None:
+            return 0
+        names = [
+            (scores.name or "", pick.name or ""),
+            (partner.inputs[0].name or "", partner.outputs[pick.index() or 0].name or ""),
+        ]
+        values = [
+            Fetcher(model, pair, self.config)(sample, pair)
+            for model, pair, sample in zip(self.judged, names, feeds, strict=True)
+        ]
+        (expected, got), picked = ((values[0][names[0][i]], values[1][names[1][i]]) for i in (0, 1))
+        if self.tolerance.missed(difference(expected, got)):  # scores that are wrong altogether explain nothing
+            return 0
+        return max(0, mismatches - unexplained(node, (expected, got), picked))
