@@ -1,4 +1,4 @@
-"""Sessions, providers and the worker process."""
+"""Sessions: every form of a model, bfloat16, options and errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib.util
 import json
 import pathlib
 import sys
-import types
 
 import ml_dtypes
 import numpy as np
@@ -16,9 +15,8 @@ import onnx_ir as ir
 import pytest
 from onnx import helper, numpy_helper, parser
 
-from onnxamp.errors import AmpError, DataError, ModelError, RuntimeMissingError, UnsupportedError, UsageError
-from onnxamp.model.signatures import TYPE_ATTRIBUTES
-from onnxamp.ort import precision, providers, session, worker
+from onnxamp.errors import DataError, ModelError, UnsupportedError, UsageError
+from onnxamp.ort import providers, session
 from onnxamp.ort.binding import Binding
 from onnxamp.ort.session import SessionConfig, open_session, run, session_options
 
@@ -181,12 +179,6 @@ def test_what_is_neither_the_models_nor_the_datas_fault_is_not_blamed_on_them(
         actions[place]()
 
 
-def test_failures_are_what_the_runtime_raises() -> None:
-    names = {kind.__name__ for kind in providers.failures()}
-    assert {"Fail", "InvalidArgument", "InvalidGraph", "NotImplemented", "EPFail", "RuntimeException"} <= names
-    assert not any(issubclass(kind, providers.failures()) for kind in (MemoryError, TypeError, KeyError, AmpError))
-
-
 def test_options_reach_the_runtime() -> None:
     options = session_options(
         SessionConfig(
@@ -202,70 +194,6 @@ def test_options_reach_the_runtime() -> None:
     assert not options.enable_mem_pattern
     assert options.use_deterministic_compute
     assert options.get_session_config_entry("session.disable_prepacking") == "1"
-
-
-def fake_runtime(built: list[str], got: list[str]) -> types.SimpleNamespace:
-    """A runtime that was built with some providers and whose sessions get others."""
-
-    class Session:
-        def __init__(self, source: object, options: object, providers: object, enable_fallback: int) -> None:
-            assert enable_fallback == 0
-
-        def get_providers(self) -> list[str]:
-            return got
-
-        def disable_fallback(self) -> None:
-            pass
-
-    import onnxruntime
-
-    return types.SimpleNamespace(
-        InferenceSession=Session,
-        SessionOptions=onnxruntime.SessionOptions,
-        GraphOptimizationLevel=onnxruntime.GraphOptimizationLevel,
-        get_available_providers=lambda: built,
-    )
-
-
-def test_asking_for_cuda_and_getting_the_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    cuda, cpu = providers.PROVIDERS["cuda"], providers.PROVIDERS["cpu"]
-    monkeypatch.setitem(sys.modules, "onnxruntime", fake_runtime([cuda, cpu], [cpu]))
-    for name in ("cuda", cuda):
-        with pytest.raises(RuntimeMissingError, match="cuda does not load here"):
-            open_session(b"", SessionConfig(provider=name))
-    assert not caplog.records
-    open_session(b"", SessionConfig(provider="auto"))
-    assert "cuda does not load here" in caplog.text
-    monkeypatch.setitem(sys.modules, "onnxruntime", fake_runtime([cuda, cpu], [cuda, cpu]))
-    caplog.clear()
-    open_session(b"", SessionConfig(provider="cuda"))
-    assert not caplog.records
-
-
-LISTS = [
-    (["cuda", "cpu"], "auto", ["cuda", "cpu"]),
-    (["tensorrt", "cuda", "cpu"], "auto", ["cuda", "cpu"]),
-    (["tensorrt", "cuda", "cpu"], "tensorrt", ["tensorrt", "cuda", "cpu"]),
-    (["openvino", "cpu"], "auto", ["cpu"]),
-    (["openvino", "cpu"], "openvino", ["openvino", "cpu"]),
-    (["cann", "cpu"], "auto", ["cann", "cpu"]),
-    (["cuda", "cpu"], "cpu", ["cpu"]),
-]
-
-
-@pytest.mark.parametrize(("built", "asked", "want"), LISTS)
-def test_provider_lists(built: list[str], asked: str, want: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", fake_runtime([providers.PROVIDERS[n] for n in built], []))
-    assert [providers.short_name(full) for full in providers.provider_list(asked)] == want
-
-
-def test_no_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(RuntimeMissingError, match=r"onnxamp\[cpu\]"):
-        open_session(b"")
-    monkeypatch.setitem(sys.modules, "onnxruntime", types.ModuleType("onnxruntime"))
-    with pytest.raises(RuntimeMissingError, match="broken"):
-        open_session(b"")
 
 
 BEGINNINGS = {
@@ -298,82 +226,6 @@ def test_16_bit_models_get_a_level_that_is_safe(case: str, monkeypatch: pytest.M
     open_session(proto(text), SessionConfig(provider="cpu"))
     open_session(proto(text), SessionConfig(provider="cpu", optimization="all"))
     assert levels == ["extended" if low else "auto", "all"]
-
-
-def test_worker_runs_reports_and_survives() -> None:
-    x = np.array([1.5, 2], np.float32)
-    with worker.Worker() as ours:
-        good = ours.run(proto(DOUBLE), [{"x": x}, {"x": x[:1]}])
-        np.testing.assert_array_equal(good.results[0]["y"], x + x)
-        np.testing.assert_array_equal(good.results[1]["y"], [3])
-        assert not good.error
-        assert not good.note
-        first = ours._running().pid
-        bad = ours.run(proto("g (bfloat16[N] x) => (bfloat16[N] y) { y = Relu(x) }"))
-        assert "Relu" in bad.error
-        assert bad.kind == "UnsupportedError"
-        assert not bad.crashed
-        half = np.array([1, 2]).astype(ml_dtypes.bfloat16)
-        same = ours.run(proto("g (bfloat16[N] x) => (bfloat16[N] y) { y = Identity(x) }"), [{"x": half}])
-        assert same.results[0]["y"].dtype == ml_dtypes.bfloat16
-        assert ours._running().pid == first  # an error is no crash
-        process = ours._running()
-    assert process.poll() is not None
-
-
-def test_worker_restarts_after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker's process dies in sessions at the default level; the same request works one level below."""
-    crash = (
-        "import json, os, signal, sys; sys.path[:] = json.loads(sys.argv[1]); from onnxamp.ort import worker\n"
-        "real = worker.open_session\n"
-        "def fatal(source, config):\n"
-        "    if config.optimization in LEVELS: os.kill(os.getpid(), signal.SIGSEGV)\n"
-        "    return real(source, config)\n"
-        "worker.open_session = fatal\n"
-        "worker.serve()"
-    )
-    monkeypatch.setattr(worker, "_BOOT", crash.replace("LEVELS", "('all',)"))
-    x = np.array([2], np.float32)
-    with worker.Worker() as ours:
-        answer = ours.run(proto(DOUBLE), [{"x": x}])
-        np.testing.assert_array_equal(answer.results[0]["y"], [4])
-        assert answer.crashed
-        assert "SIGSEGV" in answer.note
-        assert "ORT_ENABLE_EXTENDED" in answer.note
-    monkeypatch.setattr(worker, "_BOOT", crash.replace("LEVELS", "('all', 'extended')"))
-    with worker.Worker() as ours:
-        answer = ours.run(proto(DOUBLE), [{"x": x}])
-        assert answer.crashed
-        assert "SIGSEGV" in answer.error
-        assert not answer.results
-
-
-def test_an_interrupted_request_is_not_answered_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while the worker computes: its answer must not become that of the next request."""
-    x = np.array([2], np.float32)
-    with worker.Worker() as ours:
-        first = ours._running()
-        with monkeypatch.context() as patch:
-            patch.setattr(worker.pickle, "load", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                ours.run(proto(DOUBLE), [{"x": x}])
-        answer = ours.run(proto(DOUBLE), [{"x": x + 1}])
-        np.testing.assert_array_equal(answer.results[0]["y"], [6])
-        assert ours._running() is not first
-
-
-def test_only_errors_of_ours(tmp_path: pathlib.Path) -> None:
-    with worker.Worker() as ours, pytest.raises(AmpError):
-        ours.run(tmp_path / "missing.onnx")
-
-
-def test_worker_takes_relative_paths(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker was started in another folder than the one that a path is relative to."""
-    onnx.save(proto(DOUBLE), tmp_path / "m.onnx")
-    ours = worker.shared()
-    assert ours.run(proto(DOUBLE)).error == ""
-    monkeypatch.chdir(tmp_path)
-    assert ours.run("m.onnx", [{"x": np.ones(1, np.float32)}]).error == ""
 
 
 def test_nodes_run_in_the_order_of_the_file_when_asked(tmp_path: pathlib.Path) -> None:
@@ -428,8 +280,3 @@ def test_what_shares_memory_is_imported_where_the_c_library_has_another_name(mon
         spec.loader.exec_module(module)
         assert module._nothing()
     assert asked == ["msvcrt"]
-
-
-def test_the_worker_knows_all_attributes_that_name_types() -> None:
-    """It has a list of its own, since it does without onnx-ir."""
-    assert precision._TYPES == TYPE_ATTRIBUTES
