@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.autodiff.emitter import FLOATS
-from onnxamp.autodiff.provenance import looks_learned, named, noted
+from onnxamp.autodiff.provenance import folded_from, looks_learned, named, noted
 from onnxamp.model.units import producer
 
 # Positions that hold parameters: weights and biases of heavy operators, scales and biases of normalizations, tables.
@@ -137,7 +137,8 @@ class Parameters:
         buffers: Statistics (running mean and variance).
         tied: Groups of uses of one tensor: name of the trainable → names of the nodes, where there are several.
         copies: Groups of trainable tensors with equal content, transposed or not: perhaps tied before the export.
-        numbers: Single numbers among `unsure` that are called like a variable (a temperature), in a file whose exporter notes nothing.
+        numbers: Single numbers among `unsure` that are called like a variable (a temperature), in a file whose exporter notes nothing, or
+            were computed by the exporter from what is: name → what it was computed from, or empty.
     """
 
     trainable: tuple[Parameter, ...]
@@ -146,7 +147,7 @@ class Parameters:
     buffers: tuple[Parameter, ...]
     tied: dict[str, tuple[str, ...]]
     copies: tuple[tuple[str, ...], ...]
-    numbers: tuple[str, ...]
+    numbers: dict[str, str]
 
 
 def classify(model: ir.Model) -> Parameters:
@@ -178,8 +179,6 @@ def classify(model: ir.Model) -> Parameters:
         nodes = tuple(dict.fromkeys(use.node for use in uses))
         if kind == "trainable" and len(nodes) > 1:
             tied[str(value.name)] = nodes
-    notes = any(noted(value) is not None for value in model.graph.initializers.values())
-    numbers = () if notes else tuple(p.name for p in classes["unsure"] if p.size == 1 and named(p.name))
     return Parameters(
         trainable=tuple(classes["trainable"]),
         unsure=tuple(classes["unsure"]),
@@ -187,8 +186,19 @@ def classify(model: ir.Model) -> Parameters:
         buffers=tuple(classes["buffers"]),
         tied=tied,
         copies=_copies(model, classes["trainable"]),
-        numbers=numbers,
+        numbers=_numbers(model, classes["unsure"]),
     )
+
+
+def _numbers(model: ir.Model, unsure: list[Parameter]) -> dict[str, str]:
+    initializers = model.graph.initializers
+    notes = any(noted(value) is not None for value in initializers.values())
+    found = {}
+    for name in (parameter.name for parameter in unsure if parameter.size == 1):
+        sources = [source for source in folded_from(initializers[name]) if named(source)]
+        if sources or (not notes and named(name)):
+            found[name] = ", ".join(sources)
+    return found
 
 
 def _class(uses: tuple[Use, ...]) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 # PyTorch's exporter (`dynamo=True`) notes what a tensor was in the module: PARAMETER, BUFFER or CONSTANT_TENSOR
 # (torch.export.graph_signature.InputKind).
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+# ... and from which tensors it computed one.
+_FOLDED = "pkg.onnxscript.optimizer.folded_from"
 # What frameworks call the variables of a model: by the attribute of a module (`head.temperature`), or TensorFlow's operators.
 _ATTRIBUTE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 _VARIABLE = re.compile(r"ReadVariableOp(:\d+)?$|/read(:\d+)?$")
@@ -33,6 +36,15 @@ def noted(value: ir.Value) -> bool | None:
     """Whether the exporter notes an initializer as a parameter; None if it notes nothing."""
     kind = value.metadata_props.get(_KIND)
     return None if kind is None else kind == "PARAMETER"
+
+
+def folded_from(value: ir.Value) -> tuple[str, ...]:
+    """Names of the tensors from which the exporter notes to have computed an initializer; empty if it notes nothing."""
+    try:
+        names = ast.literal_eval(value.metadata_props.get(_FOLDED, "()"))
+    except (ValueError, SyntaxError):
+        return ()
+    return tuple(map(str, names)) if isinstance(names, (list, tuple)) else ()
 
 
 def named(name: str) -> bool:

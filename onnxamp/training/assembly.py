@@ -285,8 +285,9 @@ def _notes(
     unsure = [name for name in doubtful if frozen.get(name, "").startswith(_UNSURE)]
     if unsure:
         tensors = "float tensor is" if len(unsure) == 1 else "float tensors are"
+        called = [f"{name}, computed from {source}" if (source := found.numbers.get(name)) else name for name in unsure]
         notes.append(
-            f"{len(unsure)} {tensors} not trained: {_few(unsure)} (--trainable {unsure[0]} trains it; `onnxamp check` "
+            f"{len(unsure)} {tensors} not trained: {_few(called)} (--trainable {unsure[0]} trains it; `onnxamp check` "
             "lists all)."
         )
     trained = {entry.name for entry in grad.entries if not any(matches(pattern, entry.name) for pattern in asked)}

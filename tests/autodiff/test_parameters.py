@@ -322,7 +322,7 @@ def test_names_of_variables(name, variable):
 def test_a_single_number_is_in_doubt_by_its_name(op):
     """... where the exporter says nothing of any tensor; where it does, that decides."""
 
-    def found(kind=None, other=None):
+    def found(kind=None, other=None, folded=None):
         text = f"g (float[N, 4] x) => (float[N, 4] y) {{ m = MatMul(x, w) s = {op}(m, temperature) t = Add(s, eps) y = Clip(t, low) }}"
         numbers = {"temperature": np.float32(0.07), "eps": np.full(1, 1e-5, np.float32), "low": np.float32(-1)}
         model = ir.from_proto(with_weights(parse(text), w=(4, 4), **numbers))
@@ -330,17 +330,21 @@ def test_a_single_number_is_in_doubt_by_its_name(op):
             if noted_as is not None:
                 key = "pkg.torch.export.graph_signature.InputSpec.kind"
                 model.graph.initializers[name].metadata_props[key] = noted_as
+        if folded is not None:
+            eps = model.graph.initializers["eps"]
+            eps.metadata_props["pkg.onnxscript.optimizer.folded_from"] = folded
         infer(model)
         return classify(model)
 
     plain = found()
-    assert plain.numbers == ("temperature",)
+    assert plain.numbers == {"temperature": ""}
     assert [p.name for p in plain.unsure] == ["temperature", "eps"]
     assert [p.name for p in plain.trainable] == ["w"]
-    assert found(other="PARAMETER").numbers == ()
-    learned = found("PARAMETER", "PARAMETER")
-    assert ([p.name for p in learned.trainable], learned.numbers) == (["w", "temperature"], ())
-    assert found("BUFFER").numbers == ()
+    assert found(other="PARAMETER").numbers == {}
+    learned = found("PARAMETER", "PARAMETER", "['val_7']")
+    assert ([p.name for p in learned.trainable], learned.numbers) == (["w", "temperature"], {})
+    assert found("BUFFER", folded="[broken").numbers == {}
+    assert found("BUFFER", folded="['val_7', 'logit_scale']").numbers == {"eps": "logit_scale"}
 
 
 def test_a_token_in_front_is_a_parameter_by_its_numbers():

@@ -87,6 +87,25 @@ def test_tensors_that_may_be_parameters_are_told(export, table, said):
     assert not build(model, loss="mse", optimizer="sgd", level="O0", frozen="table").manifest.notes
 
 
+def test_a_learned_number_is_told_by_its_name(export):
+    """The exporter without notes leaves the names of attributes, parameter or buffer; numbers in the code have none."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.temperature = nn.Linear(4, 3), nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, x):
+            return self.linear(x.clamp(min=1e-6) * 0.125) * self.temperature.exp() / 3.0
+
+    model = export(Net(), torch.randn(2, 4))
+    bundle = build(model, loss="mse", optimizer="sgd", level="O0")
+    assert [note.partition(" (")[0] for note in bundle.manifest.notes] == ["1 float tensor is not trained: temperature"]
+    trained = build(model, loss="mse", optimizer="sgd", level="O0", trainable="temperature")
+    assert not trained.manifest.notes
+    assert "temperature" in {tensor.name for tensor in trained.manifest.tensors_in("master")}
+
+
 @pytest.mark.parametrize(
     ("dtype", "between", "opset", "blocked"),
     [("bf16", nn.ReLU, 22, False), ("fp16", nn.ReLU, 17, False), ("bf16", lambda: nn.MaxPool2d(1), 17, True)],
