@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onnxamp.autodiff.builder import Builder
 from onnxamp.autodiff.emitter import is_random
-from onnxamp.autodiff.reverse import active, prune
+from onnxamp.autodiff.reverse import active
 
 
 def rebuild(
@@ -98,10 +98,7 @@ def close(body: Builder, outputs: Sequence[ir.Value]) -> ir.Graph:
     for value in outputs:
         made = value.producer() is not None and value.graph is body.graph and value not in body.graph.outputs
         body.graph.outputs.append(value if made else body.emit("Identity", [value], fresh=True)[0])
-    prune(body.graph, body.emitted, body.graph.outputs)
-    for name, value in list(body.graph.initializers.items()):
-        if not value.uses():
-            del body.graph.initializers[name]
+    body.prune(body.graph.outputs)
     return body.graph
 
 

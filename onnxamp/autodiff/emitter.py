@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -228,6 +228,20 @@ class Emitter:
             self._claimed.add(value)
             self._names.discard(value.name)
             value.name = self.unique(name)
+
+    def prune(self, keep: Iterable[ir.Value]) -> None:
+        """Remove the emitted nodes, and then the constants, that nothing uses; `keep` is used from outside."""
+        needed = set(keep)
+
+        def idle(value: ir.Value) -> bool:
+            return not (value in needed or value.uses() or value.is_graph_output())
+
+        for node in reversed(self.emitted):
+            if all(idle(value) for value in node.outputs):
+                self.graph.remove(node, safe=True)
+        for constant in self._constants.values():
+            if idle(constant):
+                del self.graph.initializers[str(constant.name)]
 
     def _operand(self, value: Operand, first: ir.Value | None) -> ir.Value | None:
         if value is None or isinstance(value, ir.Value):

@@ -51,7 +51,7 @@ def backward(
     order = _supported_path(nodes, seeds, wrt)
     op = Builder(graph, opset_imports)
     result = _walk(op, order, active(nodes, wrt), seeds, wrt)
-    prune(graph, op.emitted, result.values())
+    op.prune(result.values())
     return result
 
 
@@ -314,11 +314,3 @@ def _total(
         op.claim(total, f"grad/{value.name}")
     done[value] = total
     return total
-
-
-def prune(graph: ir.Graph, emitted: Iterable[ir.Node], keep: Iterable[ir.Value]) -> None:
-    """Remove emitted nodes that nothing uses."""
-    needed = set(keep)
-    for node in reversed(list(emitted)):
-        if not any(value in needed or value.uses() or value.is_graph_output() for value in node.outputs):
-            graph.remove(node, safe=True)

@@ -104,7 +104,20 @@ def differentiate(model: onnx.ModelProto, case: Case) -> tuple[onnx.ModelProto, 
         names.append(f"d{value.name}")
     proto = ir.to_proto(module)
     onnx.checker.check_model(proto, full_check=True)
+    assert idle_constants(module) <= idle_constants(ir.from_proto(model)), (
+        "constants of the backward half that nothing reads"
+    )
     return proto, names, [str(seed.name) for seed in seeds.values()]
+
+
+def idle_constants(model: ir.Model) -> set[str]:
+    """Names of the initializers, those of bodies included, that no node reads."""
+    return {
+        name
+        for graph in model.graphs()
+        for name, value in graph.initializers.items()
+        if not value.uses() and not value.is_graph_output()
+    }
 
 
 class Erf(OpRun):
