@@ -94,7 +94,7 @@ def lifted(proto):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("kind", "dynamo", "training"), MATRIX)
-def test_gradients_equal_autograd(kind, dynamo, training, architectures, request):
+def test_gradients_equal_autograd(kind, dynamo, training, architectures, request, record_property):
     if (kind, dynamo, training) not in SAMPLE and not request.config.getoption("exported_all"):
         pytest.skip("runs with --exported-all")
     torch.manual_seed(1)
@@ -126,6 +126,7 @@ def test_gradients_equal_autograd(kind, dynamo, training, architectures, request
     options.intra_op_num_threads = 1
     session = ort.InferenceSession(final.SerializeToString(), options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_outputs()]
+    errors = []
     for samples in (traced, batch(3)):
         feeds = {value.name: x.numpy() for value, x in zip(proto.graph.input, samples, strict=True)}
         got = dict(zip(names, session.run(None, feeds), strict=True))
@@ -140,3 +141,6 @@ def test_gradients_equal_autograd(kind, dynamo, training, architectures, request
             assert norm > 1e-7, key
             error, torch_error = (np.linalg.norm(x - want) / norm for x in (value, torch_own))
             assert error <= max(1e-4, 2 * torch_error), f"{key}: {error:.2e}, PyTorch fp32 {torch_error:.2e}"
+            errors.append(float(error))
+    record_property("parameters", len(held))  # with --junitxml they are kept
+    record_property("largest_error", max(errors))
