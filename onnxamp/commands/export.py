@@ -96,8 +96,10 @@ def command(
         form = "INT8" if int8 else "FP32" if level == "O0" else f"{level} {dtype}"
         click.echo(f"{output}: {form}, {Path(output).stat().st_size:,} bytes")
     if state_dict is not None:
-        names = export.write_state_dict(Run.open(run), trained, Path(state_dict), weights)
+        names, parted = export.write_state_dict(Run.open(run), trained, Path(state_dict), weights)
         click.echo(f"{state_dict}: {len(names.tensors)} tensors trained")
+        for text in parted:
+            click.echo(f"warning: {text}")
         if names.absent:
             click.echo(f"copied from {names.original}: {', '.join(names.absent)}")
     if adapter is not None:

@@ -82,8 +82,13 @@ def quantized(source: Path, target: Path, data: object, columns: Mapping[str, st
     quantize(source, target, (batch for batch, _ in zip(batches.epoch(), range(limit), strict=False)))
 
 
-def write_state_dict(run: Run, trained: Trained, path: Path, weights: str = "master") -> state_dict.Names:
+def write_state_dict(
+    run: Run, trained: Trained, path: Path, weights: str = "master"
+) -> tuple[state_dict.Names, tuple[str, ...]]:
     """Write the trained parameters under the framework's names.
+
+    Returns:
+        The match, and which tensors of it are no longer equal, a sentence each.
 
     Raises:
         UsageError: The run was begun without `--like`.
@@ -100,9 +105,17 @@ def write_state_dict(run: Run, trained: Trained, path: Path, weights: str = "mas
     if lacking := sorted(
         weights_of(model, own)
     ):  # adapters are none of the model's: they are merged into what is matched
+        twin = next((group for group in names.copies if lacking[0] in group), None)
+        if twin is not None:
+            other = next(name for name in twin if name in matched)
+            raise DataError(
+                f"{lacking[0]} of {run.folder} trained apart from {other}, which it equalled, and {names.original} has one tensor for "
+                f"both: export the ONNX model with -o. {state_dict.ONCE}, and train that."
+            )
         raise DataError(
             f"{', '.join(lacking[:3])}{f' and {len(lacking) - 3} more' if len(lacking) > 3 else ''} of {run.folder} trained and "
             f"equalled no tensor of {names.original}: export the ONNX model with -o, or train with --frozen {lacking[0]}."
         )
-    state_dict.export(names, state_dict.initializers(model), path)
-    return names
+    parameters = state_dict.initializers(model)
+    state_dict.export(names, parameters, path)
+    return names, names.parted(parameters)

@@ -26,6 +26,11 @@ from onnxamp.trainer.checkpoint import atomic, disk_error
 
 Array = NDArray[Any]
 
+# Below this number of elements equal content says nothing.
+_COPY_ELEMENTS = 64
+ONCE = "Export the model with optimize=False (or do_constant_folding=False, with dynamo=False), and its file holds the weight once"
+"""What to do about a tied weight that the exporter has transposed for one of its uses."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Names:
@@ -35,11 +40,41 @@ class Names:
         original: The state dict that was matched (safetensors).
         tensors: Name in the state dict → (name in the model, whether it is transposed).
         absent: Names of the state dict that no initializer equals: folded into another, or not part of the model.
+        copies: Groups of initializers with one content, transposed or not, that a tensor of the state dict has: an exporter that
+            transposes a tied weight for one of its two uses writes it twice.
     """
 
     original: str
     tensors: Mapping[str, tuple[str, bool]]
     absent: tuple[str, ...]
+    copies: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know before training, a sentence each."""
+        return tuple(
+            f"{' and '.join(group)} of the model hold the same numbers, and train apart: if they are one tensor in PyTorch (tied "
+            f"weights), it cannot take both back. {ONCE}."
+            for group in self.copies
+        )
+
+    def parted(self, parameters: Mapping[str, Array]) -> tuple[str, ...]:
+        """Which tensors of the state dict are no longer equal after training, a sentence each.
+
+        Args:
+            parameters: The trained values, by name in the model.
+        """
+        found = []
+        for group in self.copies:
+            names = [name for name, (inner, _) in self.tensors.items() if inner in group]
+            places = [self.tensors[name] for name in names]
+            values = [parameters[inner].T if turned else parameters[inner] for inner, turned in places]
+            if len({_key(value.reshape(-1)) for value in values}) > 1:
+                found.append(
+                    f"{' and '.join(names)} were equal and are not any more: the model holds them apart ({', '.join(group)}), and they "
+                    f"trained apart. If PyTorch ties them, it keeps what is loaded last, which is another model. {ONCE}, or untie them."
+                )
+        return tuple(found)
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
@@ -55,7 +90,7 @@ class Names:
         """Read what `save` wrote."""
         raw = json.loads(path.read_text(encoding="utf-8"))
         tensors = {name: (str(inner), bool(turned)) for name, (inner, turned) in raw["tensors"].items()}
-        return cls(raw["original"], tensors, tuple(raw["absent"]))
+        return cls(raw["original"], tensors, tuple(raw["absent"]), tuple(map(tuple, raw.get("copies", ()))))
 
 
 def initializers(model: ir.Model) -> dict[str, Array]:
@@ -115,9 +150,15 @@ def match(parameters: Mapping[str, Array], original: str | os.PathLike[str]) -> 
         # Tied weights have two names for one initializer, so one that is taken still counts where nothing else fits.
         free = [place for place in found if place[0] not in used] or found
         if len({place[0] for place in free}) > 1:
+            several = ", ".join(sorted({place[0] for place in free}))
+            if _is_distinct(wanted[name]):
+                raise DataError(
+                    f"{name!r} of {os.fspath(original)} is in the model several times ({several}), as exporters write a tied weight that they "
+                    f"transpose for one of its uses; they would train apart, and PyTorch has one tensor for all. {ONCE}."
+                )
             raise DataError(
-                f"{name!r} of {os.fspath(original)} equals several parameters of the model "
-                f"({', '.join(sorted({place[0] for place in free}))}); use a trained state dict, or export the model with its names kept."
+                f"{name!r} of {os.fspath(original)} equals several parameters of the model ({several}); use a trained state dict, or export "
+                "the model with its names kept."
             )
         tensors[name] = min(free, key=lambda place: place[1])
     if not tensors:
@@ -125,7 +166,22 @@ def match(parameters: Mapping[str, Array], original: str | os.PathLike[str]) -> 
             f"No tensor of {os.fspath(original)} equals a parameter of the model; is it of another training?"
         )
     absent = tuple(name for name in wanted if name not in tensors)
-    return Names(os.path.abspath(original), {name: tensors[name] for name in wanted if name in tensors}, absent)
+    copies = {
+        tuple(dict.fromkeys(place[0] for place in by_value[_key(value)])): None
+        for name, value in wanted.items()
+        if name in tensors and _is_distinct(value)
+    }
+    return Names(
+        os.path.abspath(original),
+        {name: tensors[name] for name in wanted if name in tensors},
+        absent,
+        tuple(group for group in copies if len(group) > 1),
+    )
+
+
+def _is_distinct(value: Array) -> bool:
+    """Whether another tensor of the same content must be a copy: it is no vector of ones or so."""
+    return value.size >= _COPY_ELEMENTS and not (value == value.reshape(-1)[0]).all()
 
 
 def _key(value: Array) -> str:

@@ -138,6 +138,66 @@ def test_a_state_dict_is_the_model_that_was_trained(call, tmp_path):
     assert not (tmp_path / "a.safetensors").exists()
 
 
+class Tied(torch.nn.Module):
+    """A language model in outline, whose head is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.mix = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 16)
+        self.head = torch.nn.Linear(16, 32, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.mix(self.tokens(ids))))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("folds", [True, False])
+def test_tied_weights_that_a_file_holds_twice_are_told(call, tmp_path, folds):
+    """PyTorch's exporters transpose the weight of the head, if they fold; what trained apart is no state dict of the tied module."""
+    torch.manual_seed(0)
+    net, ids = Tied(), torch.randint(0, 32, (8, 5))
+    how = (
+        {"dynamo": True, "optimize": True, "verbose": False, "dynamic_shapes": ({0: torch.export.Dim("batch")},)}
+        if folds
+        else {"dynamo": False, "do_constant_folding": False, "input_names": ["ids"], "dynamic_axes": {"ids": [0]}}
+    )
+    torch.onnx.export(net, (ids,), tmp_path / "m.onnx", **how)
+    state = {name: value.numpy().copy() for name, value in net.state_dict().items()}
+    save_file(state, tmp_path / "both.safetensors")
+    for name in ("head.weight", "tokens.weight"):  # safetensors keeps one name of a tensor that is shared
+        save_file({key: value for key, value in state.items() if key != name}, tmp_path / f"no {name}.safetensors")
+    np.savez(tmp_path / "d.npz", ids=ids.numpy(), labels=np.random.default_rng(0).integers(0, 32, (8, 5)))
+    for name in ("both", "no head.weight", "no tokens.weight"):
+        folder, target = tmp_path / name, tmp_path / f"{name}.t.safetensors"
+        code, out, err = call(
+            "train", tmp_path / "m.onnx", "--data", tmp_path / "d.npz", "--loss", "cross_entropy", "--lr", 0.1, "--level", "O0",
+            "--class-axis", 2, "--like", tmp_path / f"{name}.safetensors", "-o", folder,
+        )  # fmt: skip
+        if folds and name == "no head.weight":
+            assert (code, "'tokens.weight' of" in err, "is in the model several times (head.weight, val_2)" in err) == (
+                3,
+                True,
+                True,
+            )
+            assert "with optimize=False" in err
+            continue
+        assert code == 0, err
+        assert ("head.weight and val_2 of the model hold the same numbers, and train apart" in out) == folds
+        code, out, err = call("export", folder, "--state-dict", target, "-o", tmp_path / f"{name}.onnx")
+        if folds and name == "no tokens.weight":
+            assert (code, "val_2 of" in err, "trained apart from head.weight" in err) == (3, True, True)
+            assert "with optimize=False" in err
+            continue
+        assert code == 0, err
+        assert ("head.weight and tokens.weight were equal and are not any more" in out) == folds
+        net.load_state_dict(
+            {key: torch.tensor(value) for key, value in load_file(target).items()}, strict=name == "both"
+        )
+        (found,) = run_session(open_session(tmp_path / f"{name}.onnx"), {"ids": ids.numpy()}).values()
+        assert np.allclose(found, net(ids).detach().numpy(), atol=1e-4) == (not folds)
+
+
 @pytest.mark.parametrize(("level", "dtype"), [("O0", "fp16"), ("O2", "fp16"), ("O2", "bf16")])
 def test_an_export_gives_what_evaluation_at_its_level_gives(place, level, dtype):
     model = place / "mlp.onnx"
