@@ -19,6 +19,7 @@ from onnxamp.model.preparation import prepared
 from onnxamp.model.units import all_values
 from onnxamp.passes.integers import settle
 from onnxamp.passes.norms import DecomposeBatchNorm
+from onnxamp.passes.resizes import PlainResizes
 
 
 def gradient_model(
@@ -84,6 +85,7 @@ def prepare(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> ir.Mo
         result.graph.inputs[:] = [value for value in result.graph.inputs if not value.is_initializer()]
         result.ir_version = 4
     settle(result)
+    PlainResizes()(result)
     DecomposeBatchNorm()(result)
     return result
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx import helper, numpy_helper
 from operator_case import case, ints
+
+from onnxamp.autodiff import gradient_model
 
 EINSUMS = [
     case("Einsum", (2, 3), (3, 4), equation="ij,jk->ik"),
@@ -183,3 +189,51 @@ def test_rule(check_case, case):
 
 def test_number_of_cases():
     assert len(CASES) == 50
+
+
+def resized(axes, sizes, policy, mode, place, antialias):
+    """A weighted sum of a Resize; the weights are the input `seed`."""
+    options = {
+        "mode": mode,
+        "keep_aspect_ratio_policy": policy,
+        "coordinate_transformation_mode": place,
+        "antialias": antialias,
+    }
+    nodes = [
+        helper.make_node("Resize", ["x", "", "", "sizes"], ["y"], axes=axes, **options),
+        helper.make_node("Mul", ["y", "seed"], ["p"]),
+        helper.make_node("ReduceSum", ["p"], ["loss"], keepdims=0),
+    ]
+    x, seed, loss = (
+        helper.make_tensor_value_info(*item)
+        for item in (("x", 1, (1, 2, 5, 3)), ("seed", 1, list("ABCD")), ("loss", 1, ()))
+    )
+    graph = helper.make_graph(nodes, "g", [x, seed], [loss], [numpy_helper.from_array(np.asarray(sizes), "sizes")])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=10)
+
+
+@pytest.mark.parametrize("place", ["half_pixel", "align_corners", "asymmetric"])
+@pytest.mark.parametrize(("mode", "antialias"), [("nearest", 0), ("linear", 0), ("linear", 1), ("cubic", 1)])
+def test_resizes_that_keep_the_ratio(mode, antialias, place):
+    """Negative axes, which ONNX Runtime does not find there: what it computes with axes from the front, one element of x after another."""
+    rng = np.random.default_rng(0)
+    options = ort.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    for axes, sizes, policy in (
+        ([-2, -1], [6, 9], "not_larger"),
+        ([-1, 2], [2, 6], "not_smaller"),
+        ([-2, -1], [6, 4], "not_smaller"),
+    ):
+        front = resized([axis % 4 for axis in axes], sizes, policy, mode, place, antialias)
+        front.graph.output.append(onnx.ValueInfoProto(name="y"))
+        session = ort.InferenceSession(front.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        x = rng.standard_normal((1, 2, 5, 3)).astype(np.float32)
+        y = session.run(["y"], {"x": x, "seed": np.zeros((1, 1, 1, 1), np.float32)})[0]
+        seed = rng.standard_normal(y.shape).astype(np.float32)
+        unit = np.eye(x.size, dtype=np.float32).reshape(x.size, *x.shape)
+        want = [session.run(["loss"], {"x": one, "seed": seed})[0] for one in unit]
+        model = ir.to_proto(gradient_model(resized(axes, sizes, policy, mode, place, antialias), "loss", ["x"]))
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        loss, got = session.run(["loss", "grad/x"], {"x": x, "seed": seed})
+        np.testing.assert_allclose(loss, (x.reshape(-1) * want).sum(), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(got.reshape(-1), want, rtol=1e-4, atol=1e-5)

@@ -18,7 +18,8 @@ def resize(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """dX = Mᵀ·g along every resized axis, M what the reference evaluator makes of the unit matrix.
 
     Whole factors of nearest neighbours with the usual coordinates are sums over blocks and need no static sizes. Where no size changes,
-    ONNX Runtime and PyTorch copy x whatever the factors; where only some change, the others are interpolated by their factor too.
+    ONNX Runtime and PyTorch copy x whatever the factors; where only some change, the others are interpolated by their factor too, but
+    not with `antialias`, which leaves an axis whose size stays as it is.
     """
     x = required(node)
     blocks = _whole_factors(op, node, x)
@@ -33,12 +34,14 @@ def resize(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     op.refuse(crops and boxes is None, "the region of Resize is computed at run time")
     if not crops and op.same_shape(x, node.outputs[0]):
         return [g]
+    smooth = bool(node.attributes.get_int("antialias", 0))
     scaled = scales is not None and bool(scales.size)
     ratio = None if scaled or policy == "stretch" else _common_ratio(op, node, sizes, axes, policy)
     for place, axis in enumerate(axes):
         size, result = sizes[axis], results[axis]
         scale = float(scales.reshape(-1)[place]) if scaled and scales is not None else None
-        if not crops and (scale == 1.0 or (scale is None and ratio is None and size is not None and size == result)):
+        same = size is not None and size == result
+        if not crops and (scale == 1.0 or (same and (smooth or (scale is None and ratio is None)))):
             continue
         op.refuse(not isinstance(size, int) or not isinstance(result, int), "this Resize needs static sizes")
         assert isinstance(size, int)
@@ -47,7 +50,7 @@ def resize(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
             node.attributes.get_string("coordinate_transformation_mode", "half_pixel") == "pytorch_half_pixel"
             and result == 1
         )
-        op.refuse(lone and bool(node.attributes.get_int("antialias", 0)), "this Resize smooths an axis to one element")
+        op.refuse(lone and smooth, "this Resize smooths an axis to one element")
         box = None if boxes is None else boxes.reshape(2, -1)[:, place]
         matrix = _matrix(op, node, size, result, scale if ratio is None else ratio, box)
         order = [other for other in range(len(sizes)) if other != axis] + [axis]
@@ -116,12 +119,16 @@ def _matrix(
     A factor (w, s) is w/s, and the result is rounded to the nearest size: a further axis, of s equal elements that become w, sets it.
     """
     coordinates = node.attributes.get_string("coordinate_transformation_mode", "half_pixel")
-    if not node.attributes.get_int("antialias", 0):
-        # The evaluator takes the length before it is rounded down, ONNX Runtime and PyTorch the whole one.
-        if coordinates == "pytorch_half_pixel" and result == 1:
-            return np.eye(1, size)
-        if coordinates == "align_corners" and not isinstance(scale, tuple):
-            scale = None
+    # The evaluator takes the length before it is rounded down, ONNX Runtime and PyTorch the whole one.
+    if coordinates == "pytorch_half_pixel" and result == 1:
+        return np.eye(1, size)
+    if coordinates == "align_corners" and scale is not None:
+        length = size * (scale[0] / scale[1] if isinstance(scale, tuple) else scale)
+        shrinks = bool(node.attributes.get_int("antialias", 0)) and length < size
+        op.refuse(
+            shrinks and abs(length - result) > 1e-4, "this Resize smooths by another factor than that of its sizes"
+        )
+        scale = None
     kept = {"axes", "keep_aspect_ratio_policy", "extrapolation_value"}
     attributes = [ir.to_proto(attr) for name, attr in node.attributes.items() if name not in kept]
     feeds = {"x": np.eye(size, dtype=np.float64)[:, None, None, :]}
