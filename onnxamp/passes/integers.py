@@ -27,7 +27,7 @@ _ELEMENTS = 1024
 
 
 # How sizes are taken out of a shape, by operator, and the rank that they must have.
-_TAKEN: dict[str, tuple[int | None, Callable[..., np.ndarray]]] = {
+TAKEN: dict[str, tuple[int | None, Callable[..., np.ndarray]]] = {
     "Cast": (None, lambda sizes: sizes),
     "Concat": (1, lambda *parts: np.concatenate([part.astype(object) for part in parts])),
     "Gather": (1, lambda sizes, where: np.asarray(sizes[where], object)),
@@ -169,7 +169,7 @@ def _sizes(
             return None
         dims = np.asarray([size if isinstance(size, int) else None for size in source.shape] or [], object)
         return dims[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(dims))]
-    rank, take = _TAKEN.get(node.op_type, (None, None))
+    rank, take = TAKEN.get(node.op_type, (None, None))
     if take is None or not any(value in partly for value in node.inputs) or node.outputs[0].dtype not in _INTEGERS:
         return None
     operands = []

@@ -13,6 +13,7 @@ from onnxamp.model.constants import add_initializer
 from onnxamp.model.types import infer
 from onnxamp.passes.blocked import BlockedConvPass
 from onnxamp.passes.expands import PlainExpands
+from onnxamp.passes.float_sizes import CountedSizes
 from onnxamp.passes.integers import FoldIntegers, settle
 from onnxamp.passes.norms import DecomposeBatchNorm
 from onnxamp.passes.reshapes import ConstantReshapes
@@ -79,6 +80,31 @@ CASES = {
           y = Add(x, z) }""",
         ["Unsqueeze", "Concat", "Equal", "Where", "Expand", "Add"],
     ),
+    "data divided by a size": (
+        CountedSizes,
+        """g (float[B, 6] x) => (float[B, 6] y)
+        { s = Shape(x) i = Constant<value = int64 {0}>() n = Gather(s, i) f = Cast<to=1>(n) y = Div(x, f) }""",
+        ["Shape", "Expand", "ReduceSum", "Div"],
+    ),
+    "data times a size that keeps its axis": (
+        CountedSizes,
+        """g (float[B, 6, T] x) => (float[B, 6, T] y)
+        { s = Shape<start=1>(x) a = Constant<value = int64[1] {-1}>() e = Constant<value = int64[1] {9}>() n = Slice(s, a, e)
+          f = Cast<to=1>(n) y = Mul(x, f) }""",
+        ["Shape", "Expand", "ReduceSum", "Mul"],
+    ),
+    "a size in arithmetic on sizes, read as one": (
+        CountedSizes,
+        """g (float[B, 6] x) => (float[B, 6] y)
+        { s = Shape(x) i = Constant<value = int64 {0}>() n = Gather(s, i) f = Cast<to=1>(n) h = Constant<value = float {2.0}>()
+          m = Mul(f, h) y = Div(x, m) }""",
+        ["Shape", "Gather", "Cast", "Mul", "Div"],
+    ),
+    "the shape itself, read as one": (
+        CountedSizes,
+        """g (float[B, 2] x) => (float[B, 2] y) { s = Shape(x) f = Cast<to=1>(s) y = Div(x, f) }""",
+        ["Shape", "Cast", "Div"],
+    ),
     "chunks": (
         FoldSequences,
         """g (float[B, 6] x) => (float[B, 2] y)
@@ -143,6 +169,23 @@ def test_same_results(name):
         )
     }
     feeds = {"x": feeds["x"].astype(np.float32)} | ({"i": np.asarray(1)} if len(proto.graph.input) > 1 else {})
+    for one, other in zip(*(ReferenceEvaluator(m).run(None, feeds) for m in (proto, result)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_size_in_a_branch_is_counted_there():
+    """And where the opset gives no single size, nothing is changed."""
+    text = """g (float[B, 6] x, bool c) => (float[B, 6] y) <int64 i = {0}>
+        { y = If (c) <then_branch = t () => (float[B, 6] p) { s = Shape(x) n = Gather(s, i) f = Cast<to=1>(n) p = Div(x, f) },
+                      else_branch = e () => (float[B, 6] q) { q = Neg(x) }> }"""
+    for opset in (14, 18):
+        proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : {opset}]> {text}')
+        model = ir.from_proto(proto)
+        infer(model)
+        assert CountedSizes()(model).modified == (opset == 18)
+    result = ir.to_proto(model)
+    onnx.checker.check_model(result, full_check=True)
+    feeds = {"x": np.arange(18, dtype=np.float32).reshape(3, 6), "c": np.asarray(True)}
     for one, other in zip(*(ReferenceEvaluator(m).run(None, feeds) for m in (proto, result)), strict=True):
         np.testing.assert_array_equal(one, other)
 

@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from onnx import numpy_helper
@@ -171,3 +172,11 @@ def test_steps(kind, level, dtype, task, drive, architectures, request):
             assert_gradients(driver, scale, held, exact, single, None if level == "O0" else dtype)
     assert losses[-1] < losses[0] - 0.02, losses
     assert all(np.isfinite(value.astype(np.float32)).all() for value in driver.state().values())
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_sizes_that_data_is_divided_by_are_counted(level):
+    """No Cast of a size is left in the loop model's branches, forward or backward: it would be computed on the CPU and copied."""
+    bundle = build(MODELS / "loop.onnx", loss="cross_entropy", optimizer=AdamW(lr=0.01), level=level)
+    casts = [node.inputs[0] for graph in bundle.graphs["grad"].graphs() for node in graph if node.op_type == "Cast"]
+    assert not [value.name for value in casts if value.dtype == ir.DataType.INT64]

@@ -65,22 +65,21 @@ def loop(op: Builder, node: ir.Node, *gradients: ir.Value | None) -> Gradients:
     )  # fmt: skip
     _same_shapes(op, steps)
     stacks = _stack(op, node, source, [source.inputs[0], *states])
-    total = op.Squeeze(op.dim(stacks[0], 0), [0])
-    final = op.Sub(total, op.index(1))
+    total = op.Size(stacks[0])  # of one number a step
     carried = steps.carried(op)
     body = op.body("step")
     number = body.argument(op.index(0))
     condition = body.argument(op.constant(np.asarray(True)))
     own = [body.argument(value) for value in carried]
-    k = body.Sub(final, number)
+    back = body.Sub(body.index(-1), number)  # rows from the end: their number is on the CPU, whatever the device
 
     def row(stack: ir.Value, like: ir.Value) -> ir.Value:
-        value = body.Gather(stack, k, axis=0)
+        value = body.Gather(stack, back, axis=0)
         value.type, value.shape = like.type, like.shape if like.shape is not None else value.shape
         return value
 
-    actual = {source.inputs[0]: k, source.inputs[1]: body.constant(np.asarray(True))}
-    actual |= {state: row(stack, state) for state, stack in zip(states, stacks[1:], strict=True)}
+    actual = {state: row(stack, state) for state, stack in zip([source.inputs[0], *states], stacks, strict=True)}
+    actual[source.inputs[1]] = body.constant(np.asarray(True))
     slices = [
         None if g is None else row(g, out)
         for g, out in zip(gradients[count:], source.outputs[1 + count :], strict=False)
