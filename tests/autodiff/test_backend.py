@@ -52,6 +52,9 @@ EXCEPTIONS = {
     "test_maxpool_with_argmax_2d_precomputed_strides": "storage_order 1, which is refused",
     "test_mod_float_edge_cases": "infinite and undefined remainders",
     "test_mvn": "the reference evaluator mixes float32 and float64",
+    "test_resize_downsample_scales_cubic_align_corners": "the reference evaluator aligns the length before it is rounded down, ONNX "
+    "Runtime and PyTorch the whole one; test_rules_composite has such factors",
+    "test_resize_downsample_scales_linear_align_corners": "the same",
 }
 # Expanded forms that are compared although the operator's own tests are not.
 COMPARED = ("test_causal_conv_with_state_s", "test_group_normalization_e", "test_linear_attention", "test_mvn")
@@ -266,7 +269,7 @@ def test_gradients(node_tests, run_reference, request, record_property):
             unused -= {start for start in EXCEPTIONS if case.name.startswith(start)}
     assert not unused
     operators = {op for case in compared for op in case.operators if ("", op) in RULES}
-    assert (len(cases), len(compared), len(operators)) == (1225, 1167, 126)
+    assert (len(cases), len(compared), len(operators)) == (1225, 1165, 126)
     if not request.config.getoption("backend_all"):
         chosen = {case.name for case in of_each_operator(compared)}
         compared = [case for case in compared if case.name in chosen or zlib.crc32(case.name.encode()) % 40 == 0]
