@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,8 +10,14 @@ import click
 from onnxamp.commands._options import BATCH_SIZE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import onnx_ir as ir
+
     from onnxamp.evidence.observe import Observed
+    from onnxamp.trainer.data import Array, Field
     from onnxamp.trainer.diagnose import BadData, Diagnosis
+    from onnxamp.training.bundle import Bundle
 
 _COLUMNS = ("value", "node", "half", "type", "smallest", "largest", "NaN", "Inf", "overflow", "underflow")
 
@@ -107,66 +114,22 @@ def _look(
     rows: int,
 ) -> tuple[list[BadData], list[Diagnosis]]:
     """Bad rows of the data, and a diagnosis per level."""
-    from pathlib import Path
-
     from onnxamp.commands._configured import pairs
-    from onnxamp.errors import AmpError, UsageError
     from onnxamp.model import io
     from onnxamp.trainer import diagnose
-    from onnxamp.trainer.arenas import numpy_dtype
     from onnxamp.trainer.batches import bind
-    from onnxamp.trainer.checkpoint import read
-    from onnxamp.trainer.data import Field, open_data
-    from onnxamp.trainer.predict import model_fields
-    from onnxamp.trainer.run import Run
-    from onnxamp.training import build
-    from onnxamp.training.bundle import Bundle
+    from onnxamp.trainer.data import open_data
 
-    is_run = Path(source).is_dir()
-    if is_run and loss:
-        raise UsageError("--loss is for a MODEL; a run has its own.")
-    if not is_run and checkpoint:
-        raise UsageError("--checkpoint is for a run, and this is a model.")
-    own = None
-    state: Any = {}
-    if is_run:
-        run = Run.open(source)
-        own = Bundle.load(run.bundle_path)
-        newest = run.newest() if checkpoint is None else run.checkpoint(checkpoint)
-        state = own.state if newest is None else read(newest)[0]
-        options = dict(own.manifest.options)
-        batch_size = batch_size or run.read_config().get("batch-size")
-    else:
-        options = {"loss": loss, "optimizer": "sgd", "level": "O2", "dtype": "fp16"}
-    kind = dtype or options["dtype"]
-    wanted = levels.split(",") if levels else [options["level"]]
-    for level in wanted:
-        if level not in ("O0", "OD", "O1", "O2", "O3"):
-            raise UsageError(f"--levels takes O0, OD, O1, O2 and O3 with commas between them, not {level!r}.")
-    model = own.model if own is not None else io.load(source)
-    bundles: dict[str, Bundle | str] = {}
-    if own is not None or loss:
-        for level in wanted:
-            if own is not None and (level, kind) == (own.manifest.level, own.manifest.dtype):
-                bundles[level] = own
-                continue
-            try:
-                bundles[level] = build(model, **{**options, "level": level, "dtype": kind})
-            except AmpError as problem:
-                if len(wanted) == 1:
-                    raise
-                bundles[level] = str(problem)
-    training = next((bundle for bundle in bundles.values() if isinstance(bundle, Bundle)), None)
-    if training is not None:
-        ports = training.manifest.graphs["grad"].of_kind("data", "labels", "weights")
-        fields = tuple(Field(port.name, numpy_dtype(port.dtype), port.shape) for port in ports)
-    else:
-        fields = model_fields(source)
+    subject = _subject(source, loss, checkpoint, batch_size)
+    kind = dtype or subject.options["dtype"]
+    wanted = _wanted(levels, subject.options["level"])
+    model = subject.own.model if subject.own is not None else io.load(source)
+    bundles = _bundles(subject, model, wanted, kind) if subject.trains else {}
+    fields = _fields(source, bundles.values())
     binding = bind(open_data(data), fields, columns=pairs(column, "--column"), optional=("weights",))
     bad_data = diagnose.bad_rows(binding)
-    batches = diagnose.chosen_batches(
-        binding, batch_size or BATCH_SIZE, rows, [row for bad in bad_data for row in bad.rows]
-    )
+    bad = [row for problem in bad_data for row in problem.rows]
+    batches = diagnose.chosen_batches(binding, subject.batch_size, rows, bad)
     found = []
     for level in wanted:
         bundle = bundles.get(level)
@@ -175,9 +138,106 @@ def _look(
         elif isinstance(bundle, str):
             found.append(diagnose.Diagnosis(level, kind, (), bundle))
         else:
-            start = state if bundle is own else diagnose.with_state(bundle, state)
-            found.append(diagnose.diagnose_bundle(bundle, start, batches))
+            state = subject.state if bundle is subject.own else diagnose.with_state(bundle, subject.state)
+            found.append(diagnose.diagnose_bundle(bundle, state, batches))
     return bad_data, found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Subject:
+    """A run or a model.
+
+    Attributes:
+        options: What `build` is to be called with; level and type hold where the user names none.
+        batch_size: Most rows of a micro-batch.
+        own: The bundle of a run.
+        state: The state of a run.
+    """
+
+    options: Mapping[str, Any]
+    batch_size: int
+    own: Bundle | None = None
+    state: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward half to look at."""
+        return self.own is not None or bool(self.options["loss"])
+
+
+def _subject(source: str, loss: str | None, checkpoint: str | None, batch_size: int | None) -> _Subject:
+    """What RUN|MODEL names.
+
+    Raises:
+        UsageError: An option is for the other of the two, or the run has no such checkpoint.
+        ModelError: The run is broken.
+    """
+    from pathlib import Path
+
+    from onnxamp.errors import UsageError
+    from onnxamp.trainer.checkpoint import read
+    from onnxamp.trainer.run import Run
+    from onnxamp.training.bundle import Bundle
+
+    is_run = Path(source).is_dir()
+    if is_run and loss:
+        raise UsageError("--loss is for a MODEL; a run has its own.")
+    if not is_run and checkpoint:
+        raise UsageError("--checkpoint is for a run, and this is a model.")
+    if not is_run:
+        options = {"loss": loss, "optimizer": "sgd", "level": "O2", "dtype": "fp16"}
+        return _Subject(options, batch_size or BATCH_SIZE)
+    run = Run.open(source)
+    own = Bundle.load(run.bundle_path)
+    newest = run.newest() if checkpoint is None else run.checkpoint(checkpoint)
+    state = own.state if newest is None else read(newest)[0]
+    return _Subject(own.manifest.options, batch_size or run.read_config().get("batch-size") or BATCH_SIZE, own, state)
+
+
+def _wanted(levels: str | None, default: str) -> list[str]:
+    """The levels to compare.
+
+    Raises:
+        UsageError: One of them is none.
+    """
+    from onnxamp.errors import UsageError
+
+    wanted = levels.split(",") if levels else [default]
+    for level in wanted:
+        if level not in ("O0", "OD", "O1", "O2", "O3"):
+            raise UsageError(f"--levels takes O0, OD, O1, O2 and O3 with commas between them, not {level!r}.")
+    return wanted
+
+
+def _bundles(subject: _Subject, model: ir.Model, levels: list[str], dtype: str) -> dict[str, Bundle | str]:
+    """The bundle of each level, or in words why there is none; an error where no other level is asked for."""
+    from onnxamp.errors import AmpError
+    from onnxamp.training import build
+
+    own = subject.own
+    bundles: dict[str, Bundle | str] = {}
+    for level in levels:
+        if own is not None and (level, dtype) == (own.manifest.level, own.manifest.dtype):
+            bundles[level] = own
+            continue
+        try:
+            bundles[level] = build(model, **{**subject.options, "level": level, "dtype": dtype})
+        except AmpError as problem:
+            if len(levels) == 1:
+                raise
+            bundles[level] = str(problem)
+    return bundles
+
+
+def _fields(source: str, bundles: Iterable[Bundle | str]) -> tuple[Field, ...]:
+    """The columns that are read: those of a step, or else what the model file asks for."""
+    from onnxamp.trainer.batch import fields
+    from onnxamp.trainer.predict import model_fields
+
+    for bundle in bundles:
+        if not isinstance(bundle, str):
+            return fields(bundle.manifest.graphs["grad"].of_kind("data", "labels", "weights"))
+    return model_fields(source)
 
 
 def _row(row: Observed) -> list[str | int | float]:

@@ -200,9 +200,7 @@ def diagnose_bundle(bundle: Bundle, state: Mapping[str, Array], batches: Sequenc
 
 def _first_weight(bundle: Bundle, arenas: Arenas, batches: Sequence[Batch]) -> float:
     """The sum of weights by which a run on these batches would choose its divisor: that of the first batch that has any."""
-    manifest = bundle.manifest
-    ports = manifest.graphs["eval"].of_kind("data", "labels", "weights")
-    check = BatchCheck(ports, manifest.rows, manifest.labels, bundle.input_names)
+    check = BatchCheck.of(bundle)
     evaluation = Evaluation(bundle, find_device("cpu"), arenas, SessionConfig("cpu"), check)
     sums = (float(evaluation.weight_sum(check(batch)).read()) for batch in batches)
     return next((weight for weight in sums if 0 < weight < math.inf), 0.0)

@@ -18,8 +18,8 @@ from onnxamp.ort import gradient_builder
 from onnxamp.ort.session import SessionConfig
 from onnxamp.ort.values import Buffer
 from onnxamp.trainer import checkpoint
-from onnxamp.trainer.arenas import FLOAT, Arenas, numpy_dtype
-from onnxamp.trainer.batch import BatchCheck, CheckedBatch
+from onnxamp.trainer.arenas import FLOAT, Arenas
+from onnxamp.trainer.batch import BatchCheck, CheckedBatch, batch_ports, fields
 from onnxamp.trainer.batches import Locate
 from onnxamp.trainer.collective import Collective, SingleProcess, divided, texts
 from onnxamp.trainer.data import Field
@@ -35,7 +35,6 @@ from onnxamp.trainer.outputs import metric_options
 from onnxamp.trainer.program import Place, Program, Results, segment_scalars
 from onnxamp.trainer.update import Update
 from onnxamp.training.bundle import Bundle
-from onnxamp.training.manifest import Port
 
 logger = logging.getLogger("onnxamp")
 
@@ -114,7 +113,7 @@ class Trainer:
         self._reduce = Program(self._device.graph(self.bundle, "reduce"), graphs["reduce"], ending)
         self._update = Update(self._device.graph(self.bundle, "update"), graphs["update"], place, threads)
         self._grad.program(accumulate == 1)  # what cannot run here should be said now
-        self._check = BatchCheck(self._batch_ports(), self.manifest.rows, self.manifest.labels, self.bundle.input_names)
+        self._check = BatchCheck.of(self.bundle)
         self._evaluation = Evaluation(self.bundle, self._device, self._arenas, self._config, self._check)
         self._loop = WindowLoop(
             self.manifest,
@@ -167,7 +166,7 @@ class Trainer:
     @property
     def fields(self) -> tuple[Field, ...]:
         """The arrays that a batch has: the model's inputs, `labels`, and `weights` (optional)."""
-        return tuple(Field(port.name, numpy_dtype(port.dtype), port.shape) for port in self._batch_ports())
+        return fields(batch_ports(self.manifest))
 
     @property
     def metric_options(self) -> dict[str, Any]:
@@ -416,12 +415,6 @@ class Trainer:
         trainer._loop.restore(Window(progress.micro_steps, progress.rows, progress.nan, own, progress.infinity))
         trainer.position = dict(progress.position)
         return trainer
-
-    def _batch_ports(self) -> tuple[Port, ...]:
-        """What a batch has: an input that only an output of the model needs is not in grad.onnx."""
-        trained = self.manifest.graphs["grad"].of_kind("data", "labels", "weights")
-        known = {port.name for port in trained}
-        return (*trained, *(port for port in self.manifest.graphs["eval"].of_kind("data") if port.name not in known))
 
     @property
     def trained(self) -> Trained:
