@@ -26,6 +26,10 @@ _OF_FORMULA = re.compile(
 )
 # The part of a learned tensor's numbers that are different from each other: drawn or trained ones hardly ever meet.
 _DIFFERENT = 0.9
+# What a formula must explain, so that drawn numbers do not follow it by chance.
+_MANY = 16
+# Tables above this number of elements are not looked at as a whole.
+_WHOLE = 1 << 18
 # How far points of one circle may be from it: tables of sines are stored in FP32 or FP16.
 _CIRCLE = 2e-3
 # How far steps of one ramp may differ, for the same reason, to its largest number.
@@ -66,6 +70,21 @@ def looks_learned(array: NDArray[Any]) -> bool:
         return False
     different = len(np.unique(values)) >= _DIFFERENT * values.size
     return bool(different and not _is_waves(values) and not _is_ramp(values))
+
+
+def follows_formula(array: NDArray[Any]) -> bool:
+    """Whether a weight or table was computed and not drawn: sines and cosines, or one row of successive whole numbers."""
+    if array.ndim < 2:
+        return False
+    if array.size > _WHOLE:  # a few whole rows, and a few whole columns, tell
+        few = (slice(0, 8),) * (array.ndim - 1)
+        return any(follows_formula(part) for part in (array[*few, :], array[:, *few]) if part.size <= _WHOLE)
+    values = np.asarray(array, np.float64)
+    if not np.isfinite(values).all() or len(np.unique(np.abs(values))) < _MANY:
+        return False
+    if values.size == max(values.shape):
+        return bool((np.diff(values.ravel()) == 1).all())
+    return _is_waves(values)
 
 
 def _is_ramp(values: NDArray[np.float64]) -> bool:

@@ -355,3 +355,38 @@ def test_a_token_in_front_is_a_parameter_by_its_numbers():
     assert [(p.name, p.reason) for p in classify(model).trainable] == [("token", "token of Concat, by its numbers")]
     model.graph.initializers["token"].const_value = ir.tensor(np.zeros((1, 1, 8), np.float32), name="token")
     assert [p.name for p in classify(model).unsure] == ["token"]
+
+
+# Graphs that compute a weight, its tensors besides w and x, and which of all train (the rest is in doubt).
+COMPUTED = {
+    "weight normalization": ("n = ReduceL2<keepdims=1>(w, axes) u = Div(w, n) c = Mul(u, g) y = Conv(x, c)", {"g": (8, 1, 1)}, "w g"),
+    "a fresh gain": ("n = ReduceL2<keepdims=1>(w, axes) u = Div(w, n) c = Mul(u, g) y = Conv(x, c)", {"g": np.ones((8, 1, 1))}, "w"),
+    "spectral normalization": (
+        "f = Flatten(w) p = MatMul(f, v) s = MatMul(u, p) c = Div(w, s) y = Conv(x, c)", {"u": (8,), "v": (12,)}, "w",
+    ),
+    "a pruned weight": ("c = Mul(w, mask) y = Conv(x, c)", {"mask": np.arange(96.0).reshape(8, 4, 3) % 3 > 0}, "w"),
+    "a gain of one number": ("c = Mul(w, gain) y = Conv(x, c)", {"gain": ()}, "w"),
+    "halves of a weight": (
+        "a, b = Split<axis=0>(both) c = Conv(x, a) d = Conv(x, b) e = Mul(c, d) y = Conv(e, w)", {"both": (8, 4, 3)}, "both w",
+    ),
+    "sixty sums of itself": (
+        " ".join(f"c{i + 1} = Add(c{i}, c{i})" for i in range(60)).replace("Add(c0, c0)", "Add(w, w)") + " y = Conv(x, c60)", {}, "w",
+    ),
+    "a product of constants": (
+        "r = MatMul(sines, proj) t = Transpose(r) a = Conv(x, w) y = MatMul(a, t)", {"sines": _sines(), "proj": (16, 6)}, "proj w",
+    ),
+    "sines as weights": ("a = Conv(x, w) y = MatMul(a, sines)", {"sines": _sines(6)}, "w"),
+    "sines looked up": ("a = Conv(x, w) b = Gather(sines, axes) y = Add(a, b)", {"sines": _sines()}, "w"),
+    "bins of a distribution": ("a = Conv(x, w) y = Conv(a, bins)", {"bins": np.arange(16.0).reshape(1, 16, 1)}, "w"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "tensors", "trained"), COMPUTED.values(), ids=COMPUTED)
+def test_what_a_weight_is_computed_from_is_a_parameter(text, tensors, trained):
+    proto = parse(f"g (float[N, 4, 8] x) => (float[N, C, L] y) {{ {text} }}")
+    tensors = {k: v if isinstance(v, tuple) else np.asarray(v, np.float32) for k, v in tensors.items()}
+    model = ir.from_proto(with_weights(proto, **tensors, w=(8, 4, 3), axes=np.array([1, 2])))
+    infer(model)
+    found = classify(model)
+    assert {p.name for p in found.trainable} == set(trained.split())
+    assert {p.name for p in found.unsure} == {*tensors, "w"} - set(trained.split())

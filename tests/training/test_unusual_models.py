@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxamp.errors import UsageError
@@ -148,3 +149,24 @@ def test_a_frozen_norm_reads_the_statistics_that_another_one_moves(drive):
     before = driver.view("statistics/m").copy()
     assert driver.step({"x": np.ones((6, 4), np.float32), "labels": np.zeros((6, 3), np.float32)})["ok"]
     assert (driver.view("statistics/m") != before).all()
+
+
+def test_weight_normalization_trains_direction_and_gain(drive):
+    """w = g·v/‖v‖, computed in the graph: v and g get autograd's gradients."""
+    rng = np.random.default_rng(0)
+    v, g = rng.standard_normal((3, 4), np.float32), rng.standard_normal((3, 1), np.float32)
+    nodes = [
+        helper.make_node("ReduceL2", ["v"], ["n"], axes=[1]),
+        helper.make_node("Div", ["v", "n"], ["u"]),
+        helper.make_node("Mul", ["u", "g"], ["w"]),
+        helper.make_node("Gemm", ["x", "w"], ["y"], transB=1),
+    ]
+    model = _model(nodes, [("x", TensorProto.FLOAT, ["N", 4])], [("y", TensorProto.FLOAT, ["N", 3])], {"v": v, "g": g})
+    driver = drive(build(model, loss="mse", optimizer=SGD(lr=1.0), level="O0"))
+    x = rng.standard_normal((6, 4), np.float32)
+    driver.step({"x": x, "labels": np.ones((6, 3), np.float32)})
+    exact = {name: torch.tensor(value, dtype=torch.float64, requires_grad=True) for name, value in (("v", v), ("g", g))}
+    weight = exact["g"] * exact["v"] / exact["v"].norm(dim=1, keepdim=True)
+    ((torch.from_numpy(x).double() @ weight.T - 1) ** 2).mean().backward()
+    for name, value in exact.items():
+        np.testing.assert_allclose(driver.view(f"master/{name}"), value.detach() - value.grad, rtol=1e-5, atol=1e-6)
