@@ -29,6 +29,7 @@ class Converted:
         calibration: The ranges that it decided with.
         searched: The search that led to it.
         verified: How it compares with `source`.
+        crash: How a program that opens the file on the CPU would end, or empty; `verified` says so itself.
     """
 
     model: str
@@ -38,13 +39,19 @@ class Converted:
     calibration: Calibration | None = None
     searched: SearchResult | None = None
     verified: Verified | None = None
+    crash: str = ""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should change, a sentence each."""
+        return (*self.result.warnings, *([self.crash] if self.crash else []))
 
     def to_dict(self) -> dict[str, Any]:
         """All of it in JSON types."""
         from onnxamp.commands import _auto
 
         found = {"model": self.model, "output": self.output, **_summary_dict(self.result.summary)}
-        found["warnings"] = list(self.result.warnings)
+        found["warnings"] = list(self.warnings)
         if self.calibration is not None:
             found["calibration"] = _calibration_dict(self.calibration, self.result.plan)
         if self.verified is not None:
@@ -84,7 +91,7 @@ class Converted:
         from onnxamp.commands import _auto
 
         rows = [("written", self.output), *self.result.summary.rows()]
-        rows += [("warning", text) for text in self.result.warnings]
+        rows += [("warning", text) for text in self.warnings]
         if self.calibration is not None:
             rows += _calibration_rows(self.calibration, self.result.plan)
         if self.searched is not None:

@@ -103,6 +103,7 @@ def command(
     from onnxamp.commands._options import check_outputs, input_sizes, sizes
     from onnxamp.commands._verified import compare
     from onnxamp.conversion import convert
+    from onnxamp.evidence.opening import crash_on_cpu
 
     dims, given = sizes(dim), _given()
     if to is not None:
@@ -142,7 +143,8 @@ def command(
 
     result.save(path, overwrite=force)
     evidence = compare(source, path, data, made_up) if verified else None
-    done = _converted.Converted(model, source, path, result, calibration, searched, evidence)
+    crash = "" if verified else crash_on_cpu(result.model, path)
+    done = _converted.Converted(model, source, path, result, calibration, searched, evidence, crash)
     for file in report:
         done.write_report(file)
     done.show(as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -13,10 +14,13 @@ from numpy.typing import NDArray
 
 from onnxamp.conversion import convert
 from onnxamp.errors import ModelError, UsageError
+from onnxamp.evidence.opening import crash_on_cpu
 from onnxamp.model import io
 from onnxamp.training.bundle import Bundle
 from onnxamp.training.lora import merge
 from onnxamp.training.loss_model import PREFIX
+
+logger = logging.getLogger("onnxamp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +45,11 @@ class Trained:
         target: str | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Write `model(...)` as a file."""
-        io.save(self.model(level, dtype, weights=weights, target=target), path, overwrite=overwrite)
+        """Write `model(...)` as a file. Where ONNX Runtime would end the process that opens it on the CPU, a warning is logged."""
+        model = self.model(level, dtype, weights=weights, target=target)
+        io.save(model, path, overwrite=overwrite)
+        if level != "O0" and (text := crash_on_cpu(model, path)):
+            logger.warning("%s: %s", os.fspath(path), text)
 
     def model(
         self, level: str = "O0", dtype: str = "fp16", *, weights: str = "master", target: str | None = None

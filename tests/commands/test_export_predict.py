@@ -91,6 +91,20 @@ def test_export_opens_no_session(run, place, call, monkeypatch):
     assert (code, err) == (0, "")
 
 
+def test_a_file_on_which_the_runtime_crashes_is_told(run, mlp, call, tmp_path, monkeypatch, caplog):
+    """What `crash_on_cpu` finds is among the warnings of convert and export; an FP32 file is not looked at."""
+    said = "On the CPU ONNX Runtime ends its process"
+    for place in ("onnxamp.evidence.opening", "onnxamp.trainer.inference"):
+        monkeypatch.setattr(f"{place}.crash_on_cpu", lambda model, path: said)
+    code, out, _ = call("convert", mlp(tmp_path / "m.onnx"), "-o", tmp_path / "c.onnx", "--report", tmp_path / "r.json")
+    assert (code, said in out) == (0, True)
+    assert said in json.loads((tmp_path / "r.json").read_text())["warnings"]
+    assert call("export", run[0], "-o", tmp_path / "e.onnx")[0] == 0
+    assert not caplog.records
+    assert call("export", run[0], "-o", tmp_path / "f.onnx", "--level", "O2")[0] == 0
+    assert caplog.messages == [f"{tmp_path}/f.onnx: {said}"]
+
+
 def test_framework_names_come_back(run, place, call):
     folder, _, _ = run
     code, out, _ = call("export", folder, "--state-dict", place / "tuned.safetensors", "-o", place / "s.onnx")
