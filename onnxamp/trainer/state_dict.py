@@ -153,12 +153,12 @@ def match(parameters: Mapping[str, Array], original: str | os.PathLike[str]) -> 
             several = ", ".join(sorted({place[0] for place in free}))
             if _is_distinct(wanted[name]):
                 raise DataError(
-                    f"{name!r} of {os.fspath(original)} is in the model several times ({several}), as exporters write a tied weight that they "
-                    f"transpose for one of its uses; they would train apart, and PyTorch has one tensor for all. {ONCE}."
+                    f"{name!r} of {os.fspath(original)} is in the model several times ({several}), as exporters write a tied weight "
+                    f"that they transpose for one of its uses; they would train apart, and PyTorch has one tensor for all. {ONCE}."
                 )
             raise DataError(
-                f"{name!r} of {os.fspath(original)} equals several parameters of the model ({several}); use a trained state dict, or export "
-                "the model with its names kept."
+                f"{name!r} of {os.fspath(original)} equals several parameters of the model ({several}); use a trained state dict, or "
+                "export the model with its names kept."
             )
         tensors[name] = min(free, key=lambda place: place[1])
     if not tensors:
