@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
 from onnxamp.errors import UsageError
@@ -27,6 +28,7 @@ from onnxamp.trainer.metric import Metric
 from onnxamp.trainer.outputs import joined, label_name, prediction
 from onnxamp.training.bundle import Bundle
 from onnxamp.training.evaluation import evaluation_graph
+from onnxamp.training.manifest import GraphPorts
 
 logger = logging.getLogger("onnxamp")
 
@@ -101,8 +103,9 @@ class Evaluation:
             DataError: A batch does not fit, or an output of several batches has no row per input row.
             UsageError: There are no batches, or unknown weights.
         """
-        graph = without_loss(self._device.graph(self._bundle, "eval"), self._ports)
-        evaluator = Evaluator(graph, self._ports, self._arenas, self._config, average=_averages(weights))
+        average = _averages(weights)
+        graph, ports = self._graph(weights, "O0" if weights == "master" else None, None)
+        evaluator = Evaluator(without_loss(graph, ports), ports, self._arenas, self._config, average=average)
         check = BatchCheck(self._ports.of_kind("data"), self._bundle.manifest.rows, spare=self._bundle.input_names)
         compared = {port.name for port in self._ports.of_kind("labels", "weights")}
 
@@ -138,21 +141,24 @@ class Evaluation:
         return Evaluator(self._device.graph(self._bundle, "eval"), self._ports, self._arenas, self._config)
 
     def _evaluator(self, weights: str, level: str | None, dtype: str | None) -> Evaluator:
-        if weights == "master" or level is not None:
-            return self._exported("master" if weights == "working" else weights, level or "O0", dtype)
-        if not _averages(weights):
+        average = _averages(weights)
+        if level is None and weights == "working":
             return self._working
-        graph = self._device.graph(self._bundle, "eval")
-        return Evaluator(graph, self._ports, self._arenas, self._config, average=True)
+        level = "O0" if weights == "master" and level is None else level
+        graph, ports = self._graph(weights, level, dtype)
+        return Evaluator(graph, ports, self._arenas, self._config, average=average and level is None)
 
-    def _exported(self, weights: str, level: str, dtype: str | None) -> Evaluator:
-        """What `export` writes at `level`, with the loss behind it."""
+    def _graph(self, weights: str, level: str | None, dtype: str | None) -> tuple[ir.Model, GraphPorts]:
+        """The loss and outputs as training computes them; with a `level` those of what `export` writes at it, of `weights`."""
+        if level is None:
+            return self._device.graph(self._bundle, "eval"), self._ports
         trained, manifest = Trained(self._bundle, self._arenas.values), self._bundle.manifest
-        model, judge = trained.model(weights=weights), trained.loss_model(weights)
+        exported = "ema" if weights == "ema" else "master"
+        model, judge = trained.model(weights=exported), trained.loss_model(exported)
         graph, ports = evaluation_graph(model, manifest.options, level, dtype or manifest.dtype, judge)
         if level != "O0" and not self._device.computes_low:
             graph = emulate(graph)
-        return Evaluator(graph, ports, self._arenas, self._config)
+        return graph, ports
 
 
 def _from(first: int) -> Locate:
@@ -162,6 +168,6 @@ def _from(first: int) -> Locate:
 
 def _averages(weights: str) -> bool:
     """Whether `weights` asks for the moving average of the parameters."""
-    if weights not in ("working", "ema"):
+    if weights not in ("working", "master", "ema"):
         raise UsageError(f"Unknown weights {weights!r}: use working, master or ema.")
     return weights == "ema"

@@ -290,7 +290,7 @@ class Trainer:
         return dict(zip(["loss", *(each.name for each in measures)], map(float, values), strict=True))
 
     def predict(self, data: Batch | Iterable[Batch], *, weights: str = "working") -> dict[str, NDArray[Any]]:
-        """The model's outputs, joined along the first axis if `data` is an iterable of batches.
+        """The model's outputs, joined along the first axis if `data` is an iterable of batches; `weights` as for `evaluate`.
 
         Labels and weights may be there, and are not used. NaN in the data is logged with its rows.
 

@@ -164,6 +164,9 @@ def test_evaluation_at_a_level_is_what_the_exported_model_does(net, digits, tmp_
             got = trainer.evaluate([batch], level, dtype=dtype, weights=weights)["loss"]
             assert got == pytest.approx(expected, rel=1e-5)
             losses[weights, level] = got
+            if (weights, level) == ("master", "O0"):
+                (predicted,) = trainer.predict({"x": held_x}, weights="master").values()
+                np.testing.assert_allclose(predicted, logits, rtol=1e-5, atol=1e-6)
             assert [value.name for value in exported.graph.inputs] == ["x"]
     assert len(set(losses.values())) == len(losses)
     assert trainer.evaluate(batch, weights="master")["loss"] == losses["master", "O0"]
