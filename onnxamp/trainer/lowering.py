@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnxamp.ort.layouts import channel_block
 from onnxamp.ort.session import SessionConfig, loads
 from onnxamp.passes.blocked import BlockedConvPass
+from onnxamp.passes.dropout_masks import DropoutMaskPass
 from onnxamp.passes.layer_norm_statistics import LayerNormStatisticsPass
 from onnxamp.passes.masks import MaskPass
 from onnxamp.passes.scaled_add import ScaledAddPass
@@ -23,7 +24,7 @@ def lower_gradient(model: ir.Model, config: SessionConfig) -> ir.Model:
     """grad.onnx for the provider of `config`; the model itself if there is nothing to gain."""
     passes: list[ir.passes.InPlacePass] = []
     if config.provider == "cpu":
-        passes = [MaskPass(), *([BlockedConvPass(block)] if (block := channel_block()) else ())]
+        passes = [MaskPass(), DropoutMaskPass(), *([BlockedConvPass(block)] if (block := channel_block()) else ())]
     elif config.provider == "openvino":
         passes = [MaskPass(), WeightGradientPass(), LayerNormStatisticsPass(), ScatterRowsPass()]
     if not passes:

@@ -73,18 +73,24 @@ class Masks:
         rank = op.rank(x)
         if rank == 0:
             keys = op.Squeeze(self._row_keys(op.Unsqueeze(self._micro_step(), [0]), number), [0])
-            return op.Less(self._quadratic(keys), self._threshold(probability))
+            return op.Less(op.Mul(keys, self._odd(keys)), self._threshold(probability))
         keys = self._row_keys(self._row_index(x), number)
+        odd = self._odd(keys)
         if rank > 1:
-            keys = op.Unsqueeze(keys, list(range(1, rank)))
-            keys = op.Add(keys, self._column_keys(x, number))
-        return op.Less(self._quadratic(keys), self._threshold(probability))
+            axes = list(range(1, rank))
+            columns = self._column_keys(x, number)
+            keys = op.Add(op.Unsqueeze(keys, axes), columns)
+            odd = op.Add(op.Unsqueeze(odd, axes), op.Add(columns, columns))  # 2u + 1 too is of rows and of columns
+        return op.Less(op.Mul(keys, odd), self._threshold(probability))
 
     def _row_index(self, x: ir.Value) -> ir.Value:
         """Position in the window of each index of the first dimension of `x`, int64."""
         op = self._op
-        index = op.Range(op.constant(np.asarray(0)), self._size(x), op.constant(np.asarray(1)))
         factor = self._indices_per_row(x)
+        counted = (
+            self._rows if factor == 1 else x
+        )  # one size for all nodes whose first dimension is the rows: one chain of keys
+        index = op.Range(op.constant(np.asarray(0)), self._size(counted), op.constant(np.asarray(1)))
         if factor is not None:
             offset = self._row_offset()
             return op.Add(index, offset if factor == 1 else op.Mul(offset, factor))
@@ -145,9 +151,9 @@ class Masks:
             x = op.Add(op.Div(x, self._word(_HALF)), op.Mul(x, self._word(_HALF)))
         return x
 
-    def _quadratic(self, u: ir.Value) -> ir.Value:
+    def _odd(self, u: ir.Value) -> ir.Value:
         op = self._op
-        return op.Mul(u, op.Add(op.Add(u, u), op.constant(np.asarray(1, np.uint32))))
+        return op.Add(op.Add(u, u), op.constant(np.asarray(1, np.uint32)))
 
     def _high(self, x: ir.Value) -> ir.Value:
         return self._op.Cast(self._op.Div(x, self._word(_HALF)), to=UINT32)

@@ -3,6 +3,7 @@
 import pathlib
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
@@ -47,6 +48,39 @@ def test_lowered_gradients_are_those_of_the_bundle(exporter, level, monkeypatch)
     tolerance = 1e-4 if level == "O0" else 2e-2
     for name, values in plain.items():
         assert np.linalg.norm(fast[name] - values) <= tolerance * np.linalg.norm(values) + 1e-6, name
+
+
+@pytest.mark.parametrize(("level", "kept"), [("O0", 0), ("O2", 4)])
+def test_dropout_becomes_products(exporter, level, kept, monkeypatch):
+    """Bit for bit what the selections give; operands that were rounded to 16 bits, which may have overflowed, keep theirs."""
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Linear(6, 32), nn.Dropout(0.2), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.4), nn.Linear(32, 3)
+    )
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 6), np.float32)
+    batch = {"x": x, "labels": rng.integers(0, 3, 64)}
+    bundle = build(exporter(module, {"x": x}), loss=CrossEntropy(), optimizer=SGD(lr=0.1), level=level)
+    selections, results = [], []
+
+    def lowered(model, config):
+        result = lower_gradient(model, config)
+        hashed = [
+            node for node in result.graph if node.op_type == "Less" and node.inputs[0].dtype == ir.DataType.UINT32
+        ]
+        selections.append(sum(user.op_type == "Where" for node in hashed for user, _ in node.outputs[0].uses()))
+        return result
+
+    for lower in (lambda model, config: model, lowered):
+        monkeypatch.setattr(gradient, "lower_gradient", lower)
+        trainer = Trainer(bundle, "cpu", threads=1)
+        results.append((trainer.micro_step(batch).loss, trainer._arenas.values("gradient")))
+    (loss, plain), (other, fast) = results
+    assert selections == [kept]
+    assert other == loss
+    for name, values in plain.items():
+        assert np.linalg.norm(values) > 0
+        np.testing.assert_array_equal(fast[name], values, err_msg=name)
 
 
 def test_other_providers_keep_the_graph(bundle):
