@@ -235,26 +235,50 @@ def _prediction(graph: ir.Graph, loss: Loss, output: str | None) -> tuple[ir.Val
     return logits, loss, notes
 
 
+_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div"})
+# Operators of one value that keep its dimensions, elementwise or by cutting.
+_KEEPING = frozenset(
+    {
+        "Identity",
+        "Cast",
+        "Neg",
+        "Tanh",
+        "Sigmoid",
+        "Clip",
+        "Relu",
+        "LeakyRelu",
+        "Softplus",
+        "Exp",
+        "Log",
+        "Slice",
+        "Dropout",
+    }
+    | {"BatchNormalization"}
+)
+
+
 def class_axis(logits: ir.Value) -> tuple[int, str] | None:
     """The class dimension of (batch, tokens, classes) or (batch, classes, positions), and why; None if nothing tells.
 
     1. What makes the logits tells: the last dimension of a product with a weight matrix, dimension 1 of a convolution; looked
-       for through sums, Casts and Transposes.
+       for through elementwise operators (a bias, a soft cap), Slices and Transposes.
     2. Of two dimensions the one of a fixed size, if the other is free.
     """
     value, axes = logits, [0, 1, 2]  # axes: where the dimensions of the logits are in `value`
     while (node := value.producer()) is not None and node.domain == "":
         source = node.inputs[0]
-        if node.op_type == "Add":
+        if node.op_type in _ARITHMETIC:
             source = next((v for v in node.inputs if v is not None and not v.is_initializer()), None)
         elif node.op_type == "Transpose" and "perm" in node.attributes:
             perm = list(node.attributes["perm"].as_ints())
             axes = [perm[axis] for axis in axes]
         elif node.op_type == "MatMul" and node.inputs[1] is not None and len(node.inputs[1].shape or ()) == 2:
             return axes.index(2), f"it is what {node.name!r} projects to"
-        elif node.op_type == "Conv":
+        elif node.op_type == "Reshape" and (product := _projection(source, value)) is not None:
+            return axes.index(2), f"it is what {product.name!r} projects to"
+        elif node.op_type in ("Conv", "ConvTranspose"):
             return axes.index(1), f"it is the channels of {node.name!r}"
-        elif node.op_type not in ("Identity", "Cast"):
+        elif node.op_type not in _KEEPING:
             break
         if source is None or len(source.shape or ()) != 3:
             break
@@ -262,6 +286,22 @@ def class_axis(logits: ir.Value) -> tuple[int, str] | None:
     assert logits.shape is not None
     fixed = [axis for axis in (1, 2) if isinstance(logits.shape[axis], int)]
     return (fixed[0], "its size is fixed and the other's is not") if len(fixed) == 1 else None
+
+
+def _projection(flat: ir.Value | None, value: ir.Value) -> ir.Node | None:
+    """The product of a matrix [rows, classes] that is reshaped to `value`, with all classes in its last dimension."""
+    if (
+        flat is None
+        or flat.shape is None
+        or len(flat.shape) != 2
+        or value.shape is None
+        or flat.shape[1] != value.shape[-1]
+    ):
+        return None
+    node = flat.producer()
+    if node is not None and node.op_type == "Add":
+        node = next((made for v in node.inputs if v is not None and (made := v.producer()) is not None), None)
+    return node if node is not None and node.op_type in ("MatMul", "Gemm") else None
 
 
 def _logits(value: ir.Value, loss: Loss) -> tuple[ir.Value, ir.Node | None, list[str]]:

@@ -282,6 +282,11 @@ def test_bad_arguments(make, sentence):
         ("float[n, 5, 4] x", "y = MatMul(x, w)", 2),
         ("float[n, 5, 4] x", "h = MatMul(x, w) a = Add(b, h) y = Transpose<perm = [0, 2, 1]>(a)", 1),
         ("float[n, 4, 5] x", "y = Conv(x, k)", 1),
+        ("float[n, 4, 5] x", "h = ConvTranspose(x, k) c = Relu(h) y = Mul(one, c)", 1),
+        ("float[n, 5, 4] x", "h = MatMul(x, w) d = Div(h, one) t = Tanh(d) y = Mul(t, one)", 2),
+        ("float[n, 4, 5] x", "h = Conv(x, k) s = Neg(h) y = Transpose<perm = [0, 2, 1]>(s)", 2),
+        ("float[n, 5, 4] x", "f = Reshape(x, rows) h = Gemm(f, w, b) y = Reshape(h, tokens)", 2),
+        ("float[n, 5, 4] x", "f = Reshape(x, rows) h = MatMul(f, w) a = Add(b, h) y = Reshape(a, tokens)", 2),
         ("float[n, 5, 4] x", "h = MatMul(x, w) y = LogSoftmax(h)", 2),
         ("float[n, 4, 5] x", "h = Mul(x, one) y = Softmax<axis = 1>(h)", 1),
         ("float[n, t, 4] x", "y = Mul(x, one)", 2),
@@ -293,8 +298,10 @@ def test_bad_arguments(make, sentence):
 def test_class_dimension_of_three_comes_from_the_model(inputs, body, axis):
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g ({inputs}) => (float[a, b, c] y) {{ {body} }}"""
     model = onnx.parser.parse_model(text)
-    for name, shape in (("w", (4, 5)), ("b", (5,)), ("k", (6, 4, 1)), ("one", ())):
+    for name, shape in (("w", (4, 5)), ("b", (5,)), ("k", (4, 4, 1)), ("one", ())):
         model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(shape, np.float32), name))
+    for name, sizes in (("rows", (-1, 4)), ("tokens", (-1, 5, 5))):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(sizes), name))
     source = ir.from_proto(model)
     if axis is None:
         forward = prepare(source, CrossEntropy())
