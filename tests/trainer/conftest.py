@@ -1,9 +1,14 @@
-"""A bundle written by hand, so that the trainer is tested apart from everything that makes bundles."""
+"""A bundle written by hand, so that the trainer is tested apart from everything that makes bundles, and a trainer that only counts, so
+that the loop is tested apart from the trainer."""
 
 import dataclasses
 import io
+import json
+import math
 import re
+import types
 import warnings
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -11,6 +16,9 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from onnxamp.trainer.cause import Cause
+from onnxamp.trainer.collective import SingleProcess
+from onnxamp.trainer.data import Field
 from onnxamp.training import steps
 from onnxamp.training.bundle import Bundle
 from onnxamp.training.groups import DEFAULT
@@ -245,3 +253,83 @@ def _export(module: torch.nn.Module, inputs: dict[str, np.ndarray]) -> onnx.Mode
 def exporter():
     """Exports a PyTorch module in training form, with a free batch size."""
     return _export
+
+
+class Counter:
+    """A trainer in outline: its state is the list of the rows of every applied window."""
+
+    fields = (
+        Field("x", np.dtype(np.float32), ("batch", 1)),
+        Field("labels", np.dtype(np.int64), ("batch",)),
+        Field("weights", np.dtype(np.float32), ("batch",)),
+    )
+
+    metric_options: dict = {}  # noqa: RUF012
+    collective = SingleProcess()
+
+    def __init__(self, accumulate: int = 1, bad: tuple[int, ...] = ()) -> None:
+        self.accumulate = accumulate
+        self.bad = bad
+        self.position: dict = {}
+        self.seen: list[list[int]] = []
+        self.window: list[list[int]] = []
+        self.windows = 0
+        self.scale = 65536.0
+
+    def checked(self, batch, locate=None):
+        return batch
+
+    def micro_step(self, batch):
+        self.window.append(batch["labels"].tolist())
+        return self.flush() if len(self.window) == self.accumulate else _result(None)
+
+    def flush(self):
+        if not self.window:
+            return None
+        ok = self.windows not in self.bad
+        if ok:
+            self.seen += self.window
+        scale, self.scale = self.scale, self.scale * (1 if ok else 0.5)
+        rows = sum(map(len, self.window))
+        self.window = []
+        self.windows += 1
+        report = {
+            "loss": 1 / self.windows if ok else math.nan,
+            "ok": ok,
+            "empty": False,
+            "found_inf": not ok,
+            "dropped": 0,
+            "rows": rows,
+            "weight_sum": rows,
+            "learning_rate": 0.1,
+            "gradient_norm": 1.0 if ok else math.inf,
+            "loss_scale": scale,
+            "next_loss_scale": self.scale,
+        }
+        return _result(report, None if ok else Cause("overflow", "a gradient overflowed"))
+
+    def nonfinite_gradients(self):
+        return ["conv.weight", "fc.weight"]
+
+    def evaluate(self, data, metrics=()):
+        rows = sum(len(batch["labels"]) for batch in data)
+        return {"loss": 1 / (1 + len(self.seen)), "rows": rows}
+
+    def save(self, path):
+        Path(path).write_text(json.dumps([self.position, self.seen, self.window, self.windows, self.scale]))
+
+    @classmethod
+    def load(cls, path, accumulate=1):
+        trainer = cls(accumulate)
+        trainer.position, trainer.seen, trainer.window, trainer.windows, trainer.scale = json.loads(path.read_text())
+        return trainer
+
+
+def _result(report, cause=None):
+    return types.SimpleNamespace(report=report, cause=cause)
+
+
+@pytest.fixture(scope="session")
+def counter():
+    """A trainer for the loop alone, as a class."""
+    return Counter
