@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnxamp.autodiff.emitter import FLOATS, Emitter, Operand
 from onnxamp.dtypes import LOW
 from onnxamp.errors import UnsupportedError
+from onnxamp.passes.reshapes import constant_sizes
 
 Dim = int | str | None
 
@@ -121,11 +122,15 @@ class Builder(Emitter):
         return self.constant(np.asarray([dim if isinstance(dim, int) else -1 for dim in dims], np.int64), "shape")
 
     def reshape(self, value: ir.Value, like: ir.Value) -> ir.Value:
-        """`value` with the shape of `like`, which has as many elements."""
+        """`value` with the shape of `like`, which has as many elements; by constants where these can tell."""
         if value.shape is not None and self.same_shape(value, like):
             return value
-        zero = {"allowzero": 1} if 0 in self.dims(like) and self.opset >= 14 else {}
-        result = self.Reshape(value, self.target(like), **zero)
+        sizes = None if like.shape is None else constant_sizes(like.shape, value.shape)
+        if sizes is not None:
+            result = self.Reshape(value, self.constant(np.asarray(sizes, np.int64), "shape"))
+        else:
+            zero = {"allowzero": 1} if 0 in self.dims(like) and self.opset >= 14 else {}
+            result = self.Reshape(value, self.target(like), **zero)
         result.shape = like.shape
         return result
 

@@ -14,10 +14,10 @@ from onnxamp.model import io, types
 from onnxamp.model.inlining import inline_float_functions
 from onnxamp.model.naming import unique
 from onnxamp.passes.expands import PlainExpands
-from onnxamp.passes.float_sizes import CountedSizes
 from onnxamp.passes.integers import settle
 from onnxamp.passes.reshapes import ConstantReshapes
 from onnxamp.passes.resizes import PlainResizes
+from onnxamp.passes.single_sizes import SingleSizes
 from onnxamp.training.loss_model import join
 from onnxamp.training.losses import (
     NLL,
@@ -135,7 +135,7 @@ def training_form(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, c
         settle(model)
     ConstantReshapes()(model)
     PlainResizes()(model)
-    if CountedSizes()(model).modified:
+    if SingleSizes()(model).modified:
         types.infer(model)
     return model
 

@@ -13,12 +13,12 @@ from onnxamp.model.constants import add_initializer
 from onnxamp.model.types import infer
 from onnxamp.passes.blocked import BlockedConvPass
 from onnxamp.passes.expands import PlainExpands
-from onnxamp.passes.float_sizes import CountedSizes
 from onnxamp.passes.integers import FoldIntegers, settle
 from onnxamp.passes.norms import DecomposeBatchNorm
 from onnxamp.passes.reshapes import ConstantReshapes
 from onnxamp.passes.scaled_add import ScaledAddPass
 from onnxamp.passes.sequences import FoldSequences
+from onnxamp.passes.single_sizes import SingleSizes
 
 CASES = {
     "sizes out of a shape": (
@@ -56,11 +56,18 @@ CASES = {
         { s = Shape<start=0, end=1>(x) r = Constant<value = int64[1] {24}>() to = Concat<axis=0>(s, r) y = Reshape(x, to) }""",
         ["Reshape"],
     ),
-    "two free dimensions": (
+    "dimensions that are kept": (
         ConstantReshapes,
         """g (float[B, T, 4] x) => (float[B, T, 2, 2] y)
         { s = Shape<start=0, end=2>(x) r = Constant<value = int64[2] {2, 2}>() to = Concat<axis=0>(s, r) y = Reshape(x, to) }""",
-        ["Shape", "Concat", "Reshape"],
+        ["Reshape"],
+    ),
+    "two free dimensions": (
+        ConstantReshapes,
+        """g (float[B, 6, T] x) => (float[T, 2, 3, B] y)
+        { t = Shape<start=2>(x) b = Shape<start=0, end=1>(x) r = Constant<value = int64[2] {2, 3}>() to = Concat<axis=0>(t, r, b)
+          y = Reshape(x, to) }""",
+        ["Shape", "Shape", "Concat", "Reshape"],
     ),
     "an expand that keeps dimensions": (
         PlainExpands,
@@ -81,27 +88,35 @@ CASES = {
         ["Unsqueeze", "Concat", "Equal", "Where", "Expand", "Add"],
     ),
     "data divided by a size": (
-        CountedSizes,
+        SingleSizes,
         """g (float[B, 6] x) => (float[B, 6] y)
         { s = Shape(x) i = Constant<value = int64 {0}>() n = Gather(s, i) f = Cast<to=1>(n) y = Div(x, f) }""",
         ["Shape", "Expand", "ReduceSum", "Div"],
     ),
     "data times a size that keeps its axis": (
-        CountedSizes,
+        SingleSizes,
         """g (float[B, 6, T] x) => (float[B, 6, T] y)
         { s = Shape<start=1>(x) a = Constant<value = int64[1] {-1}>() e = Constant<value = int64[1] {9}>() n = Slice(s, a, e)
           f = Cast<to=1>(n) y = Mul(x, f) }""",
         ["Shape", "Expand", "ReduceSum", "Mul"],
     ),
+    "a size among others": (
+        SingleSizes,
+        """g (float[B, 6, T] x) => (float[B, 2, T] y)
+        { s = Shape(x) i = Constant<value = int64 {0}>() n = Gather(s, i) z = Constant<value = int64[1] {0}>() b = Unsqueeze(n, z)
+          a = Constant<value = int64[1] {2}>() e = Constant<value = int64[1] {3}>() t = Slice(s, a, e, z)
+          two = Constant<value = int64[1] {2}>() to = Concat<axis=0>(b, two, t) k = Constant<value = float {7.0}>() y = Expand(k, to) }""",
+        ["Shape", "Shape", "Concat", "Expand"],
+    ),
     "a size in arithmetic on sizes, read as one": (
-        CountedSizes,
+        SingleSizes,
         """g (float[B, 6] x) => (float[B, 6] y)
         { s = Shape(x) i = Constant<value = int64 {0}>() n = Gather(s, i) f = Cast<to=1>(n) h = Constant<value = float {2.0}>()
           m = Mul(f, h) y = Div(x, m) }""",
         ["Shape", "Gather", "Cast", "Mul", "Div"],
     ),
     "the shape itself, read as one": (
-        CountedSizes,
+        SingleSizes,
         """g (float[B, 2] x) => (float[B, 2] y) { s = Shape(x) f = Cast<to=1>(s) y = Div(x, f) }""",
         ["Shape", "Cast", "Div"],
     ),
@@ -182,7 +197,7 @@ def test_a_size_in_a_branch_is_counted_there():
         proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : {opset}]> {text}')
         model = ir.from_proto(proto)
         infer(model)
-        assert CountedSizes()(model).modified == (opset == 18)
+        assert SingleSizes()(model).modified == (opset == 18)
     result = ir.to_proto(model)
     onnx.checker.check_model(result, full_check=True)
     feeds = {"x": np.arange(18, dtype=np.float32).reshape(3, 6), "c": np.asarray(True)}

@@ -1,4 +1,4 @@
-"""Sizes as floats, counted where the data is."""
+"""Single sizes, without a node on the CPU and without a copy from there."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from onnxamp.model.signatures import operator_name, standard_opset
 from onnxamp.passes.integers import TAKEN
 
 
-class CountedSizes(ir.passes.InPlacePass):
-    """Replace the Cast of one size of a value to FP32 by a sum of ones, where data is computed with it.
+class SingleSizes(ir.passes.InPlacePass):
+    """Replace the Cast of one size of a value to FP32 by a sum of ones, where data is computed with it, and what picks one by its Shape.
 
     `h / h.shape[0]` comes as `Div(h, Cast(Gather(Shape(h), 0)))`. Sizes are computed on the CPU, so that the Cast is copied to another
     device in every run, and once more for the backward half; `ReduceSum(Expand(1, Shape<start=0, end=1>(h)))` is computed there.
@@ -20,20 +20,23 @@ class CountedSizes(ir.passes.InPlacePass):
     1. The source of the Cast is one dimension, picked out of a Shape by operators that only move integers.
     2. Each reader of the Cast has another operand that is neither a constant nor made of sizes: arithmetic on sizes stays whole.
     3. The sum is exact up to 2²⁴. Opset 15 or later, whose Shape can give a single size.
+    4. One size as a vector, to be joined to others, is this Shape too, instead of a Gather and an Unsqueeze on the CPU.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         if standard_opset(model) < 15:
             return ir.passes.PassResult(model, modified=False)
-        counted = _Counted(model)
+        sizes = _Sizes(model)
         for graph in list(model.graphs()):
             for node in list(graph):
-                if operator_name(node) == "Cast" and counted.meets_data(node.outputs[0]):
-                    counted.replace(node)
-        return ir.passes.PassResult(model, modified=counted.modified)
+                if operator_name(node) == "Cast" and sizes.meets_data(node.outputs[0]):
+                    sizes.count(node)
+                elif operator_name(node) in ("Gather", "Slice", "Unsqueeze"):
+                    sizes.pick(node)
+        return ir.passes.PassResult(model, modified=sizes.modified)
 
 
-class _Counted:
+class _Sizes:
     """What one run of the pass knows of a model."""
 
     def __init__(self, model: ir.Model) -> None:
@@ -58,7 +61,25 @@ class _Counted:
             return False
         return all(any(v is not None and not self.is_setting(v) for v in node.inputs) for node in readers)
 
-    def replace(self, cast: ir.Node) -> None:
+    def pick(self, node: ir.Node) -> None:
+        """Shape with `start` and `end` in place of `node`, if it gives one dimension as a vector."""
+        result = node.outputs[0]
+        picked = self.dimensions(result)
+        if picked is None or picked[1].shape != (1,) or result.is_graph_output() or not result.uses():
+            return
+        source, axis = picked[0], int(picked[1][0])
+        name = self.names.node(f"{result.name}/size")
+        size = ir.node("Shape", [source], {"start": axis, "end": axis + 1}, name=name)
+        size.outputs[0].name = self.names.value(name)
+        size.outputs[0].type, size.outputs[0].shape = result.type, ir.Shape([1])
+        assert node.graph is not None
+        node.graph.insert_before(node, size)
+        result.replace_all_uses_with(size.outputs[0])
+        node.graph.remove(node, safe=True)
+        self.made_of_sizes.add(size.outputs[0])
+        self.modified = True
+
+    def count(self, cast: ir.Node) -> None:
         """Count ones in place of `cast`, if its source is one dimension."""
         picked = self.dimensions(cast.inputs[0])
         if picked is None or picked[1].size != 1:
