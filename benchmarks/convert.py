@@ -143,16 +143,17 @@ def table(log: pathlib.Path) -> str:
     for line in log.read_text().splitlines():
         row = json.loads(line)
         found.setdefault(row["model"], {})[row["tool"]] = row
+    tools = [tool for tool in TOOLS if any(tool in rows for rows in found.values())]
     lines = ["| model | " + " | ".join(name for name, _ in COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
     for model, rows in found.items():
-        cells = [" / ".join(_cell(rows.get(tool), figure) for tool in TOOLS) for _, figure in COLUMNS]
+        cells = [" / ".join(_cell(rows.get(tool), figure) for tool in tools) for _, figure in COLUMNS]
         lines.append(f"| {model} | " + " | ".join(cells) + " |")
     lines += [
         "",
         "| tool | models | converted | valid | runs, cosine > 0.999 strict | CPU time: ours / theirs | peak: ours / theirs |",
     ]
     lines.append("|---" * 7 + "|")
-    for tool in TOOLS:
+    for tool in tools:
         mine = {model: rows[tool] for model, rows in found.items() if tool in rows}
         good = {model: row for model, row in mine.items() if "error" not in row}
         close = sum(row.get("cosine", 0) > 0.999 and not row["nonfinite"] for row in good.values())
