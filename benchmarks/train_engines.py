@@ -126,7 +126,7 @@ def update(engine: str, layout: str, threads: int, folder: Path) -> Callable[[],
         bundle = build(folder / "model.onnx", loss="mse", optimizer=AdamW(lr=1e-3), level="O0", trainable="*")
         trainer = Trainer(bundle, "cpu", threads=threads)
         trainer.micro_step({**inputs, "labels": np.ones((1, 1), np.float32)})
-        return trainer._update.run
+        return trainer._programs.update.run
     torch.set_num_threads(threads)
     parameters = [torch.nn.Parameter(torch.rand(shape)) for shape in shapes]
     for parameter in parameters:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onnxamp.errors import UsageError
-from onnxamp.ort.values import Buffer, View, element_type
+from onnxamp.ort.values import Buffer, View
+from onnxamp.trainer.arenas import FLOAT, Arenas
 
 # Bytes of a text that reach the other ranks: a sentence.
 _TEXT_BYTES = 512
@@ -67,7 +69,24 @@ class SingleProcess:
         """Nobody to wait for."""
 
 
-def texts(collective: Collective, text: str, device: str, device_id: int) -> tuple[str, ...]:
+def share_state(collective: Collective, arenas: Arenas) -> None:
+    """Give every rank the state of rank 0."""
+    for block in dict.fromkeys(arenas.blocks.values()):
+        for side in dict.fromkeys((block.side(), block.side(other=True))):
+            collective.broadcast(side.view(0, (side.nbytes // 4,), FLOAT))
+
+
+def of_rank_0(collective: Collective, values: NDArray[np.float64], arenas: Arenas) -> NDArray[np.float64]:
+    """The values of rank 0, so that all ranks decide alike by them; they travel by memory of the device of `arenas`."""
+    if collective.world_size == 1:
+        return values
+    shared = Buffer(values.nbytes, arenas.device, arenas.device_id).view(0, (2 * values.size,), FLOAT)
+    shared.write(values.view(np.float32))
+    collective.broadcast(shared)
+    return shared.read().view(np.float64)
+
+
+def texts(collective: Collective, text: str, arenas: Arenas) -> tuple[str, ...]:
     """The texts of all ranks, by rank, each cut to a sentence's length; all ranks call this together.
 
     The only exchange that all libraries have is a sum of floats: a byte goes as one, in the rank's own row.
@@ -75,7 +94,7 @@ def texts(collective: Collective, text: str, device: str, device_id: int) -> tup
     bytes_ = np.zeros((collective.world_size, _TEXT_BYTES), np.float32)
     own = text.encode()[:_TEXT_BYTES]
     bytes_[collective.rank, : len(own)] = np.frombuffer(own, np.uint8)
-    shared = Buffer(bytes_.nbytes, device, device_id).view(0, (bytes_.size,), element_type(bytes_.dtype))
+    shared = Buffer(bytes_.nbytes, arenas.device, arenas.device_id).view(0, (bytes_.size,), FLOAT)
     shared.write(bytes_.reshape(-1))
     collective.all_reduce(shared)
     rows = shared.read().reshape(bytes_.shape).astype(np.uint8)

@@ -14,9 +14,7 @@ from onnxamp.trainer.arenas import FLOAT, Arenas
 from onnxamp.trainer.batch import CheckedBatch
 from onnxamp.trainer.cause import Cause
 from onnxamp.trainer.collective import Collective
-from onnxamp.trainer.gradient import Gradient
-from onnxamp.trainer.program import Program
-from onnxamp.trainer.update import Update
+from onnxamp.trainer.step import StepPrograms
 from onnxamp.training.manifest import ITEM_SIZE, REPORT, WINDOW, WINDOW_SIZE, Manifest
 
 # The last element of the window's sums, which no graph uses, tells with them how many ranks want the run to end.
@@ -164,9 +162,7 @@ class WindowLoop:
     Args:
         manifest: The bundle's manifest.
         arenas: The state.
-        grad: Adds the gradients of a micro-batch.
-        reduce: Ends a window.
-        update: Changes the parameters.
+        programs: The graphs.
         accumulate: Micro-batches in a window.
         collective: The processes that train together.
         weight_sum: Runs eval.onnx for the sum of weights of a batch, a float32 scalar.
@@ -179,9 +175,7 @@ class WindowLoop:
         self,
         manifest: Manifest,
         arenas: Arenas,
-        grad: Gradient,
-        reduce: Program,
-        update: Update,
+        programs: StepPrograms,
         accumulate: int,
         collective: Collective,
         weight_sum: Callable[[CheckedBatch], View],
@@ -190,9 +184,9 @@ class WindowLoop:
         self.window = self._last = Window()
         self._manifest = manifest
         self._arenas = arenas
-        self._grad = grad
-        self._reduce = reduce
-        self._update = update
+        self._grad = programs.grad
+        self._reduce = programs.reduce
+        self._update = programs.update
         self._collective = collective
         self._windows = 0
         self._in_step = False

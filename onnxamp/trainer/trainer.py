@@ -16,24 +16,21 @@ from numpy.typing import NDArray
 from onnxamp.errors import UsageError
 from onnxamp.ort import gradient_builder
 from onnxamp.ort.session import SessionConfig
-from onnxamp.ort.values import Buffer
 from onnxamp.trainer import checkpoint
-from onnxamp.trainer.arenas import FLOAT, Arenas
+from onnxamp.trainer.arenas import Arenas
 from onnxamp.trainer.batch import BatchCheck, CheckedBatch, batch_ports, fields
 from onnxamp.trainer.batches import Locate
-from onnxamp.trainer.collective import Collective, SingleProcess, divided, texts
+from onnxamp.trainer.collective import Collective, SingleProcess, divided, of_rank_0, share_state, texts
 from onnxamp.trainer.data import Field
 from onnxamp.trainer.device import emulated, find_device, usable_threads
 from onnxamp.trainer.evaluation import Evaluation
 from onnxamp.trainer.fit import History, fit
-from onnxamp.trainer.gradient import Gradient
 from onnxamp.trainer.inference import Trained
 from onnxamp.trainer.loop import StepResult, Window, WindowLoop
 from onnxamp.trainer.metric import Metric
 from onnxamp.trainer.metrics import metrics_of
 from onnxamp.trainer.outputs import metric_options
-from onnxamp.trainer.program import Place, Program, Results, segment_scalars
-from onnxamp.trainer.update import Update
+from onnxamp.trainer.step import open_step
 from onnxamp.training.bundle import Bundle
 
 logger = logging.getLogger("onnxamp")
@@ -89,38 +86,24 @@ class Trainer:
         self._device = find_device(provider, self.collective.local_rank)
         self.provider = self._device.provider
         threads = usable_threads(threads, self.collective.local_world_size)
-        device, device_id, stream = self._device.memory, self._device.id, self._device.stream()
+        stream = self._device.stream()
         if self.manifest.level != "O0" and (text := self._device.expectation(self.manifest.dtype)):
             logger.warning("%s", text)
         options = self._device.options(stream, provider_options)
         self._config = SessionConfig(
             self.provider, threads=threads, memory_pattern=False, provider_options=options, config=_CONFIG
         )
-        self._arenas = Arenas(self.manifest, device, device_id, stream)
+        self._arenas = Arenas(self.manifest, self._device.memory, self._device.id, stream)
         self._arenas.load(self.bundle.state)
         self._environment = checkpoint.environment(self.provider, threads)
-        place = Place(
-            self._arenas,
-            Results(device, device_id),
-            self._config,
-            in_place,
-            segment_scalars(self.manifest, device, device_id),
-        )
-        graphs = self.manifest.graphs
-        self._grad = Gradient(self._device.graph(self.bundle, "grad"), graphs["grad"], place)
-        # Where the state is the host's, its own kernels are the best for what is left, and compilers have nothing to fuse.
-        ending = Place(place.arenas, place.results, self._config.on_cpu(), in_place) if device == "cpu" else place
-        self._reduce = Program(self._device.graph(self.bundle, "reduce"), graphs["reduce"], ending)
-        self._update = Update(self._device.graph(self.bundle, "update"), graphs["update"], place, threads)
-        self._grad.program(accumulate == 1)  # what cannot run here should be said now
+        self._programs = open_step(self.bundle, self._device, self._arenas, self._config, in_place, threads)
+        self._programs.grad.program(accumulate == 1)  # what cannot run here should be said now
         self._check = BatchCheck.of(self.bundle)
         self._evaluation = Evaluation(self.bundle, self._device, self._arenas, self._config, self._check)
         self._loop = WindowLoop(
             self.manifest,
             self._arenas,
-            self._grad,
-            self._reduce,
-            self._update,
+            self._programs,
             accumulate,
             self.collective,
             self._evaluation.weight_sum,
@@ -176,16 +159,7 @@ class Trainer:
     @property
     def refusals(self) -> dict[str, str]:
         """Outputs that the bundle lets overwrite their input but this runtime does not, each with the reason."""
-        grad = self._grad.program(self.accumulate == 1).refusals
-        parts = {"grad": grad, "reduce": self._reduce.refusals, "update": self._update.refusals}
-        aliased = {
-            f"{name}: {port.name}"
-            for name, graph in self.manifest.graphs.items()
-            for port in graph.outputs
-            if port.alias
-        }
-        found = {f"{name}: {output}": why for name, part in parts.items() for output, why in part.items()}
-        return {output: why for output, why in found.items() if output in aliased}
+        return self._programs.refusals(self.manifest, self.accumulate == 1)
 
     @property
     def step(self) -> int:
@@ -246,7 +220,7 @@ class Trainer:
 
     def texts(self, text: str) -> tuple[str, ...]:
         """What every process says, by rank, if all of them call this together."""
-        return texts(self.collective, text, self._arenas.device, self._arenas.device_id)
+        return texts(self.collective, text, self._arenas)
 
     def leave(self) -> None:
         """Give up the open window and go on as the only process; the state is that of the last window."""
@@ -286,7 +260,7 @@ class Trainer:
         measures = metrics_of(metrics, **self.metric_options)
         warns = self.collective.rank == 0
         found = self._evaluation.evaluate(data, measures, weights, level, dtype, warns=warns)
-        values = self._of_rank_0(np.array(found))
+        values = of_rank_0(self.collective, np.array(found), self._arenas)
         return dict(zip(["loss", *(each.name for each in measures)], map(float, values), strict=True))
 
     def predict(self, data: Batch | Iterable[Batch], *, weights: str = "working") -> dict[str, NDArray[Any]]:
@@ -426,15 +400,4 @@ class Trainer:
         self.collective = collective
         self._loop.join(collective)
         if collective.world_size > 1:
-            for block in dict.fromkeys(self._arenas.blocks.values()):
-                for side in dict.fromkeys((block.side(), block.side(other=True))):
-                    collective.broadcast(side.view(0, (side.nbytes // 4,), FLOAT))
-
-    def _of_rank_0(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The values of rank 0, so that all ranks decide alike by them."""
-        if self.collective.world_size == 1:
-            return values
-        shared = Buffer(values.nbytes, self._arenas.device, self._arenas.device_id).view(0, (2 * values.size,), FLOAT)
-        shared.write(values.view(np.float32))
-        self.collective.broadcast(shared)
-        return shared.read().view(np.float64)
+            share_state(collective, self._arenas)

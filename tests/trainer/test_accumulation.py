@@ -132,7 +132,7 @@ def test_a_window_of_one_micro_batch_has_the_bits_of_the_accumulating_graph():
     model = _model(f"n,{CLASSES}", DROPOUT, CLASSES)
     bundle = training.build(model, loss="cross_entropy", optimizer=training.Adam(lr=0.01), level="O2")
     alone, flushed = Trainer(bundle, "cpu", 1, threads=1), Trainer(bundle, "cpu", 2, threads=1)
-    assert "amp.first" not in alone._grad.program(True).names
+    assert "amp.first" not in alone._programs.grad.program(True).names
     for window in range(6):
         if window == 4:  # the other graph takes over
             alone.accumulate = 3

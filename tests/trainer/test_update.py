@@ -26,7 +26,7 @@ def test_the_runtimes_own_operators_give_the_same_bits_in_place(bundle_maker, ba
         return trainer
 
     lowered = train()
-    assert not lowered._update.refusals
+    assert not lowered._programs.update.refusals
     graph = lower_update(lowered.bundle.graphs["update"], SessionConfig("cpu", threads=1)).graph
     assert "GatedAdd" in {node.op_type for node in graph}
     monkeypatch.setattr(update, "lower_update", lambda model, config: model)

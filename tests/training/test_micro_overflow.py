@@ -191,7 +191,7 @@ class _Two(SingleProcess):
 def test_several_ranks_keep_the_numbers_of_their_rows(export, monkeypatch):
     """What another rank has dropped is not known, so the graph must not move rows to numbers that are taken."""
     trainer = Trainer(_bundle(export), "cpu", 3, threads=1, collective=_Two())
-    offsets, run = [], trainer._grad.run
+    offsets, run = [], trainer._programs.grad.run
 
     def spy(feeds, fresh, alone):
         window = trainer._arenas.tensor("window/window")
@@ -199,7 +199,7 @@ def test_several_ranks_keep_the_numbers_of_their_rows(export, monkeypatch):
         offsets.append(int(feeds["amp.row_offset"]) - lost)  # as the graph does
         run(feeds, fresh, alone)
 
-    monkeypatch.setattr(trainer._grad, "run", spy)
+    monkeypatch.setattr(trainer._programs.grad, "run", spy)
     for part in _parts(bad=0):
         trainer.micro_step(part)
     assert offsets == [0, 4, 7]
