@@ -230,13 +230,13 @@ def _bundles(subject: _Subject, model: ir.Model, levels: list[str], dtype: str) 
 
 
 def _fields(source: str, bundles: Iterable[Bundle | str]) -> tuple[Field, ...]:
-    """The columns that are read: those of a step, or else what the model file asks for."""
+    """The columns that are read: those of a run, or else what the model file asks for."""
     from onnxamp.trainer.batch import fields
     from onnxamp.trainer.predict import model_fields
 
     for bundle in bundles:
         if not isinstance(bundle, str):
-            return fields(bundle.manifest.graphs["grad"].of_kind("data", "labels", "weights"))
+            return fields(bundle.manifest)
     return model_fields(source)
 
 

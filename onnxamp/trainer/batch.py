@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,16 +64,16 @@ class NonFinite:
         return texts[0] + others if texts else None
 
 
-def batch_ports(manifest: Manifest) -> tuple[Port, ...]:
+def _ports(manifest: Manifest) -> tuple[Port, ...]:
     """What a batch has: an input that only an output of the model needs is not in grad.onnx."""
     trained = manifest.graphs["grad"].of_kind("data", "labels", "weights")
     known = {port.name for port in trained}
     return (*trained, *(port for port in manifest.graphs["eval"].of_kind("data") if port.name not in known))
 
 
-def fields(ports: Iterable[Port]) -> tuple[Field, ...]:
+def fields(manifest: Manifest) -> tuple[Field, ...]:
     """The same as the arrays of a data set."""
-    return tuple(Field(port.name, numpy_dtype(port.dtype), port.shape) for port in ports)
+    return tuple(Field(port.name, numpy_dtype(port.dtype), port.shape) for port in _ports(manifest))
 
 
 class BatchCheck:
@@ -98,7 +98,7 @@ class BatchCheck:
     def of(cls, bundle: Bundle) -> BatchCheck:
         """What training on `bundle`, and its evaluation, asks of a batch."""
         manifest = bundle.manifest
-        return cls(batch_ports(manifest), manifest.rows, manifest.labels, bundle.input_names)
+        return cls(_ports(manifest), manifest.rows, manifest.labels, bundle.input_names)
 
     def __call__(self, batch: Mapping[str, Any], locate: Locate | None = None) -> CheckedBatch:
         """The batch, ready to be fed; without `weights` every row weighs 1.

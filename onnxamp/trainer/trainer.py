@@ -18,7 +18,7 @@ from onnxamp.ort import gradient_builder
 from onnxamp.ort.session import SessionConfig
 from onnxamp.trainer import checkpoint
 from onnxamp.trainer.arenas import Arenas
-from onnxamp.trainer.batch import BatchCheck, CheckedBatch, batch_ports, fields
+from onnxamp.trainer.batch import BatchCheck, CheckedBatch, fields
 from onnxamp.trainer.batches import Locate
 from onnxamp.trainer.collective import Collective, SingleProcess, divided, of_rank_0, share_state, texts
 from onnxamp.trainer.data import Field
@@ -149,7 +149,7 @@ class Trainer:
     @property
     def fields(self) -> tuple[Field, ...]:
         """The arrays that a batch has: the model's inputs, `labels`, and `weights` (optional)."""
-        return fields(batch_ports(self.manifest))
+        return fields(self.manifest)
 
     @property
     def metric_options(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 TRAIN = Path(__file__).parents[2] / "models/digits_train.npz"
@@ -106,3 +107,21 @@ def test_batches_are_those_of_the_run(run, place, call):
     assert code == 0
     counts = {value["value"]: value["count"] for value in json.loads(out)["levels"][0]["values"]}
     assert 64 * 10 in counts.values()
+
+
+def test_an_input_that_only_another_output_needs(call, tmp_path):
+    """The bundle of each level takes what the run took."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 20]>
+        g (float[batch,4] x, float[batch,3] extra) => (float[batch,3] y, float[batch,3] z)
+        { y = MatMul(x, w)  z = Add(y, extra) }""")
+    rng = np.random.default_rng(0)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(rng.normal(size=(4, 3)).astype(np.float32), "w"))
+    onnx.save(model, tmp_path / "m.onnx")
+    x, extra = (rng.normal(size=(8, size)).astype(np.float32) for size in (4, 3))
+    np.savez(tmp_path / "d.npz", x=x, extra=extra, labels=rng.integers(0, 3, 8))
+    data = ["--data", tmp_path / "d.npz"]
+    choices = ["--loss", "cross_entropy", "--output-name", "y", "--level", "O0", "--epochs", 1, "--provider", "cpu"]
+    assert call("train", tmp_path / "m.onnx", *data, *choices, "-o", tmp_path / "run")[0] == 0
+    code, out, err = call("diagnose", tmp_path / "run", *data, "--levels", "O0,O2")
+    assert code == 0, err
+    assert out.splitlines()[:2] == [f"{level}: every value is finite and fits its type" for level in ("O0", "O2 fp16")]
