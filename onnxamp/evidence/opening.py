@@ -4,7 +4,7 @@ At its default optimization level it ends the process on some valid models (its 
 Transpose reaches a MatMul through a Cast, which may be one of its own, MatmulTransposeFusion exchanges the two. If it then cannot merge
 them, because the operands have unequal ranks, nodes without a schema are left, and NchwcTransformer reads them. What the
 transformations before and between do to the graph decides whether it comes to that, so no look at the file tells: it is opened, in a
-process of its own. Files without a Transpose of an activation and a MatMul are not.
+process of its own. Files without a Transpose of an activation and a MatMul are not, nor those whose weights would take memory and time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,19 @@ import os
 import onnx_ir as ir
 
 from onnxamp.dtypes import LOW
+from onnxamp.model.tensors import nbytes
 from onnxamp.model.units import all_nodes
 from onnxamp.ort import worker
 from onnxamp.ort.session import SessionConfig
 
+# The runtime holds 16-bit weights once more in FP32: 768 MiB at most.
+_MOST_BYTES = 256 << 20
+
 
 def crash_on_cpu(model: ir.Model, path: str | os.PathLike[str]) -> str:
-    """What to tell the user of a file on which the runtime ends its process; empty if it does not, or if there is no runtime here.
+    """What to tell the user of a file on which the runtime ends its process.
+
+    Empty if it does not, if there is no runtime here, or if the file is large (`verify` opens those too).
 
     Args:
         model: What the file holds.
@@ -33,7 +39,10 @@ def crash_on_cpu(model: ir.Model, path: str | os.PathLike[str]) -> str:
 
 
 def _may_crash(model: ir.Model) -> bool:
-    """Whether there are 16-bit values, a Transpose of something else than a constant, and a MatMul."""
+    """Whether there are 16-bit values, a Transpose of something else than a constant, a MatMul, and not too many weights."""
+    tensors = [value.const_value for value in model.graph.initializers.values()]
+    if sum(nbytes(tensor) for tensor in tensors if tensor is not None) > _MOST_BYTES:
+        return False
     moved = multiplied = low = False
     for node in all_nodes(model.graph):
         low = low or any(value.dtype in LOW for value in node.outputs)

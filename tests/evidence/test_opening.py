@@ -52,6 +52,13 @@ def test_what_is_told_is_what_happens(case, tmp_path, monkeypatch):
     assert ("ORT_ENABLE_EXTENDED" in text) == bool(text)
 
 
-def test_fp32_files_are_not_opened(tmp_path, monkeypatch):
+def test_fp32_and_large_files_are_not_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr(opening.worker, "shared", None)
+    low = convert(_model(MODELS["attention"]), level="O3", io="low").model
+    with pytest.raises(TypeError):  # it would be
+        crash_on_cpu(low, tmp_path / "none.onnx")
+    monkeypatch.setattr(opening, "_MOST_BYTES", 8 * 8 * 2 - 1)
+    assert crash_on_cpu(low, tmp_path / "none.onnx") == ""
+    monkeypatch.undo()
     monkeypatch.setattr(opening.worker, "shared", None)
     assert crash_on_cpu(io.load(_model(MODELS["attention"])), tmp_path / "none.onnx") == ""
