@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 
 import numpy as np
 import onnx_ir as ir
@@ -11,12 +10,10 @@ import onnx_ir as ir
 from onnxamp.autodiff.emitter import FLOATS
 from onnxamp.autodiff.provenance import folded_from, follows_formula, looks_learned, named, noted
 from onnxamp.autodiff.uses import COMPUTED, PARAMETERS, PLACES, Use, Uses
+from onnxamp.model.tensors import content_key, is_distinct
 
 BY_NUMBERS = "by its numbers"
 """In the reason of a parameter that is one by its place and its numbers."""
-
-# Below this number of elements equal content says nothing about ties.
-_TIE_ELEMENTS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,17 +152,12 @@ def _placed(uses: tuple[Use, ...]) -> str:
 
 
 def _copies(model: ir.Model, trainable: list[Parameter]) -> tuple[tuple[str, ...], ...]:
-    groups: dict[bytes, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for parameter in trainable:
-        if parameter.size < _TIE_ELEMENTS:
-            continue
         tensor = model.graph.initializers[parameter.name].const_value
         assert tensor is not None
         array = tensor.numpy()
-        if (array == array.reshape(-1)[0]).all():
-            continue  # all ones, all zeros: fresh, not tied
-        digests = [hashlib.sha256(array.tobytes()).digest()]
-        if array.ndim == 2:
-            digests.append(hashlib.sha256(array.T.tobytes()).digest())
-        groups.setdefault(min(digests), []).append(parameter.name)
+        if is_distinct(array):
+            keys = [content_key(array)] + ([content_key(array.T)] if array.ndim == 2 else [])
+            groups.setdefault(min(keys), []).append(parameter.name)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)

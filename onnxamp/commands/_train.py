@@ -209,8 +209,6 @@ class Session:
         names = state_dict.match(state_dict.initializers(model), options["like"]) if options["like"] else None
         if names is not None and names.absent:
             self._say(f"not in the model, and given back unchanged: {', '.join(names.absent)}")
-        for note in () if names is None else names.notes:
-            self._say(f"note: {note}")
         if options["replace_head"]:
             from onnxamp.training.head import replace_head
 

@@ -47,7 +47,6 @@ def command(model: str, output: str, like: str | None, force: bool, as_json: boo
     if names is not None:
         names.save(Path(output) / "names.json")
     summary = bundle.summary()
-    summary["notes"] = [*summary["notes"], *(names.notes if names is not None else ())]
     if as_json:
         console.print_json(summary)
         return 0

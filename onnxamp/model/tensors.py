@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import functools
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from onnxamp.model.half import to_half
 # Few enough for a processor's cache: what is computed from a block finds it there.
 BLOCK_BYTES = 512 << 10
 _THREADS = min(4, os.cpu_count() or 1)
+# Below this number of elements equal content says nothing.
+_COPY_ELEMENTS = 64
 
 T = TypeVar("T")
 
@@ -172,6 +175,17 @@ class ConvertedTensor(ir.LazyTensor):
         """Write the bytes block by block."""
         for block in byte_blocks(self):
             file.write(block)
+
+
+def is_distinct(array: np.ndarray) -> bool:
+    """Whether another tensor of the same content must be a copy: it is neither small nor a vector of ones or so."""
+    return array.size >= _COPY_ELEMENTS and not bool((array == array.reshape(-1)[0]).all())
+
+
+def content_key(array: np.ndarray) -> str:
+    """The same text for float arrays of one shape and, as FP32, one content."""
+    data = np.ascontiguousarray(array, np.float32)
+    return f"{data.shape}{hashlib.sha256(data.tobytes()).hexdigest()}"
 
 
 def stored(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol | None:

@@ -18,6 +18,7 @@ from onnxamp.trainer.data import Array, open_data
 from onnxamp.trainer.inference import Trained, weights_of
 from onnxamp.trainer.predict import model_batches, model_fields
 from onnxamp.trainer.run import Run
+from onnxamp.training.assembly import ONCE
 from onnxamp.training.bundle import Bundle
 
 # Rows that ONNX Runtime takes ranges from; more change little and cost time.
@@ -110,7 +111,7 @@ def write_state_dict(
             other = next(name for name in twin if name in matched)
             raise DataError(
                 f"{lacking[0]} of {run.folder} trained apart from {other}, which it equalled, and {names.original} has one tensor for "
-                f"both: export the ONNX model with -o. {state_dict.ONCE}, and train that."
+                f"both: export the ONNX model with -o. {ONCE}, and train that."
             )
         raise DataError(
             f"{', '.join(lacking[:3])}{f' and {len(lacking) - 3} more' if len(lacking) > 3 else ''} of {run.folder} trained and "

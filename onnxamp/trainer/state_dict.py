@@ -7,7 +7,6 @@ those of the framework's state dict, so the two are matched by value then, and t
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 from collections import defaultdict
@@ -22,14 +21,11 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from onnxamp.errors import DataError, ModelError
+from onnxamp.model.tensors import content_key, is_distinct
 from onnxamp.trainer.checkpoint import atomic, disk_error
+from onnxamp.training.assembly import ONCE
 
 Array = NDArray[Any]
-
-# Below this number of elements equal content says nothing.
-_COPY_ELEMENTS = 64
-ONCE = "Export the model with optimize=False (or do_constant_folding=False, with dynamo=False), and its file holds the weight once"
-"""What to do about a tied weight that the exporter has transposed for one of its uses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +45,6 @@ class Names:
     absent: tuple[str, ...]
     copies: tuple[tuple[str, ...], ...] = ()
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What to know before training, a sentence each."""
-        return tuple(
-            f"{' and '.join(group)} of the model hold the same numbers, and train apart: if they are one tensor in PyTorch (tied "
-            f"weights), it cannot take both back. {ONCE}."
-            for group in self.copies
-        )
-
     def parted(self, parameters: Mapping[str, Array]) -> tuple[str, ...]:
         """Which tensors of the state dict are no longer equal after training, a sentence each.
 
@@ -69,7 +56,7 @@ class Names:
             names = [name for name, (inner, _) in self.tensors.items() if inner in group]
             places = [self.tensors[name] for name in names]
             values = [parameters[inner].T if turned else parameters[inner] for inner, turned in places]
-            if len({_key(value.reshape(-1)) for value in values}) > 1:
+            if len({content_key(value.reshape(-1)) for value in values}) > 1:
                 found.append(
                     f"{' and '.join(names)} were equal and are not any more: the model holds them apart ({', '.join(group)}), and they "
                     f"trained apart. If PyTorch ties them, it keeps what is loaded last, which is another model. {ONCE}, or untie them."
@@ -131,15 +118,15 @@ def match(parameters: Mapping[str, Array], original: str | os.PathLike[str]) -> 
     wanted = read_state_dict(original)
     by_value: dict[str, list[tuple[str, bool]]] = defaultdict(list)
     for name, value in parameters.items():
-        by_value[_key(value)].append((name, False))
+        by_value[content_key(value)].append((name, False))
         if value.ndim == 2:
-            by_value[_key(value.T)].append((name, True))
+            by_value[content_key(value.T)].append((name, True))
         if value.ndim > 1 and value.size == max(value.shape):
-            by_value[_key(value.reshape(-1))].append((name, False))
+            by_value[content_key(value.reshape(-1))].append((name, False))
     tensors: dict[str, tuple[str, bool]] = {}
     open_names: dict[str, list[tuple[str, bool]]] = {}
     for name, value in wanted.items():
-        found = by_value.get(_key(value), []) if value.dtype.kind in "fV" else []
+        found = by_value.get(content_key(value), []) if value.dtype.kind in "fV" else []
         own = [place for place in found if place[0] == name]
         if own:
             tensors[name] = min(own, key=lambda place: place[1])
@@ -151,7 +138,7 @@ def match(parameters: Mapping[str, Array], original: str | os.PathLike[str]) -> 
         free = [place for place in found if place[0] not in used] or found
         if len({place[0] for place in free}) > 1:
             several = ", ".join(sorted({place[0] for place in free}))
-            if _is_distinct(wanted[name]):
+            if is_distinct(wanted[name]):
                 raise DataError(
                     f"{name!r} of {os.fspath(original)} is in the model several times ({several}), as exporters write a tied weight "
                     f"that they transpose for one of its uses; they would train apart, and PyTorch has one tensor for all. {ONCE}."
@@ -167,9 +154,9 @@ def match(parameters: Mapping[str, Array], original: str | os.PathLike[str]) -> 
         )
     absent = tuple(name for name in wanted if name not in tensors)
     copies = {
-        tuple(dict.fromkeys(place[0] for place in by_value[_key(value)])): None
+        tuple(dict.fromkeys(place[0] for place in by_value[content_key(value)])): None
         for name, value in wanted.items()
-        if name in tensors and _is_distinct(value)
+        if name in tensors and is_distinct(value)
     }
     return Names(
         os.path.abspath(original),
@@ -177,17 +164,6 @@ def match(parameters: Mapping[str, Array], original: str | os.PathLike[str]) -> 
         absent,
         tuple(group for group in copies if len(group) > 1),
     )
-
-
-def _is_distinct(value: Array) -> bool:
-    """Whether another tensor of the same content must be a copy: it is no vector of ones or so."""
-    return value.size >= _COPY_ELEMENTS and not (value == value.reshape(-1)[0]).all()
-
-
-def _key(value: Array) -> str:
-    data = np.ascontiguousarray(value, np.float32)
-    digest = hashlib.sha256(data.tobytes() if data.size else b"")
-    return f"{data.shape}{digest.hexdigest()}"
 
 
 def export(names: Names, parameters: Mapping[str, Array], path: str | os.PathLike[str]) -> None:
@@ -209,7 +185,8 @@ def export(names: Names, parameters: Mapping[str, Array], path: str | os.PathLik
         if name in names.tensors:
             inner, turned = names.tensors[name]
             trained = parameters[inner].T if turned else parameters[inner]
-            result[name] = np.ascontiguousarray(trained, dtype=value.dtype).reshape(value.shape)
+            # A vector may be stored as [C, 1, 1]; a head that was replaced has another shape than the original's.
+            result[name] = np.ascontiguousarray(trained.reshape(-1) if value.ndim == 1 else trained, dtype=value.dtype)
         else:
             result[name] = value
     target = Path(path)

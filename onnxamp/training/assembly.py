@@ -36,6 +36,8 @@ from onnxamp.training.steps import Recipe, reduce_graph, update_graph
 
 PATIENCE = 50
 """Windows skipped in a row at the lowest loss scale before a run should stop."""
+ONCE = "Export the model with optimize=False (or do_constant_folding=False, with dynamo=False), and its file holds the weight once"
+"""What to do about a tied weight that PyTorch's exporter has transposed for one of its uses."""
 _UNSURE = "not surely a parameter"
 
 
@@ -305,6 +307,13 @@ def _notes(
     tied = [entry.name for entry in grad.entries if entry.name in found.tied]
     if tied:
         notes.append(f"{len(tied)} parameters are read by several nodes and train as one each: {_few(tied)}.")
+    entries = {entry.name for entry in grad.entries}
+    notes += [
+        f"{' and '.join(group)} hold the same numbers, and train apart: if they are one tensor in PyTorch (tied weights), it cannot "
+        f"take both back. {ONCE}."
+        for group in found.copies
+        if entries.issuperset(group)
+    ]
     if grad.recomputed is not None:
         notes.append(_recompute_note(grad.recomputed))
     return notes

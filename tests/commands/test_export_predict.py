@@ -197,7 +197,7 @@ def test_tied_weights_that_a_file_holds_twice_are_told(call, tmp_path, folds):
             assert "with optimize=False" in err
             continue
         assert code == 0, err
-        assert ("head.weight and val_2 of the model hold the same numbers, and train apart" in out) == folds
+        assert ("head.weight and val_2 hold the same numbers, and train apart" in out) == folds
         code, out, err = call("export", folder, "--state-dict", target, "-o", tmp_path / f"{name}.onnx")
         if folds and name == "no tokens.weight":
             assert (code, "val_2 of" in err, "trained apart from head.weight" in err) == (3, True, True)

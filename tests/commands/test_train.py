@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+from safetensors.numpy import load_file
 
 from onnxamp.trainer.tracking import read_metrics
 
@@ -70,14 +71,20 @@ def test_a_bundle_trains_with_what_it_was_built_with(place, original, call, last
     assert all(first[key].tobytes() == second[key].tobytes() for key in first)
 
 
-def test_the_head_for_other_classes(place, call, flat, options):
+def test_the_head_for_other_classes(place, original, call, flat, options):
     labels = np.load(place / "train.npz")["labels"] % 3
     data = flat(TRAIN, place / "three.npz", labels=labels)
     arguments = options(
-        place, place / "three", data=data, val=data, frozen="*", trainable="MatMul_7", **{"replace-head": "logits:3"}
-    )
+        place, place / "three", data=data, val=data, like=original, frozen="*", trainable="MatMul_7",
+        **{"replace-head": "logits:3"},
+    )  # fmt: skip
     code, out, err = call(*arguments)
     assert code == 0, err
+    assert call("export", place / "three", "--state-dict", place / "three.safetensors")[0] == 0
+    old, new = load_file(original), load_file(place / "three.safetensors")
+    assert new["fc2.weight"].shape == (3, old["fc2.weight"].shape[1])
+    assert new["fc2.bias"].shape == (3,)
+    assert (new["fc1.weight"] == old["fc1.weight"]).all()
     assert out.startswith("96 of 2,179 parameters train")
     model = {t.name: numpy_helper.to_array(t) for t in onnx.load(place / "three/model.onnx").graph.initializer}
     assert model["MatMul_7"].shape == (32, 3)
