@@ -200,6 +200,37 @@ CASES = [
         "l = Cast<to=10>(h) f = Cast<to=1>(l) a = Relu(f) r = Neg(a)",
         {"f": "AMP119", "a": "AMP119"},
     ),
+    (
+        "distance, product as a node",
+        17,
+        """s = Pow(h, two) t = ReduceSum(s, last) p = MatMul(h, w) q = Mul(p, two) a = Sub(t, q) b = Add(a, freq) r = Sqrt(b)""",
+        {"p": "AMP120", "q": "AMP120", "a": "AMP116", "b": "AMP116"},
+    ),
+    (
+        "distance, both squares first, product of a multiple",
+        17,
+        """c = Neg(h) t = ReduceSumSquare<axes=[-1]>(h) u = Add(t, freq) m = Mul(c, two) p = MatMul(m, w) a = Add(u, p) r = Sqrt(a)""",
+        {"p": "AMP120"},
+    ),
+    (
+        "distance, squares as the third operand",
+        17,
+        "t = ReduceSumSquare<axes=[-1]>(h) p = Gemm<alpha=-2.0>(h, w, t) r = Sqrt(p)",
+        {"p": "AMP120"},
+    ),
+    (
+        "distance, one product of what PyTorch concatenates",
+        17,
+        """s = Mul(h, h) t = ReduceSum(s, last) m = Mul(h, two) c = Concat<axis=-1>(m, t)
+        k = Concat<axis=0>(w, freq) p = MatMul(c, k) r = Sqrt(p)""",
+        {"p": "AMP120"},
+    ),
+    (
+        "sum of squares that meets the product of something else",
+        17,
+        "s = Pow(h, two) t = ReduceSum(s, last) q = Sqrt(t) p = MatMul(q, w) v = MatMul(x, w) r = Add(t, v)",
+        {"s": "AMP101", "r": "AMP116"},
+    ),
     ("constant out of range", 17, "k = Constant<value_float=1e6>() r = Min(h, k)", {"r": "AMP210"}),
     (
         "copies of a constant out of range",
@@ -227,7 +258,7 @@ CASES = [
         {"m": "AMP209", "a": "AMP209"},
     ),
 ]
-assert len({case[0] for case in CASES}) == len(CASES) == 38
+assert len({case[0] for case in CASES}) == len(CASES) == 43
 
 
 @pytest.mark.parametrize(("name", "opset", "body", "expected"), CASES, ids=[case[0] for case in CASES])
@@ -242,6 +273,12 @@ def test_an_operator_of_another_domain_is_not_the_standard_one_of_its_name(codes
     text = HEAD.replace("float two = {2}", "float two = {2}, float[4,4] o")
     text += "s = Shape(h) c = Cast<to=1>(s) o = com.microsoft.Gather(c, h) m = Mul(o, half) r = Add(h, m)" + TAIL
     assert codes_of(text, target="any")["m"][1] != "AMP209"
+
+
+def test_a_product_of_something_else_is_no_distance(codes_of):
+    (body,) = [case[2] for case in CASES if case[0].startswith("sum of squares that meets")]
+    found = codes_of(HEAD + body + TAIL, target="any")
+    assert found["p"] == found["v"] == ("fp16", "AMP002")
 
 
 def test_a_default_is_no_constant(codes_of):

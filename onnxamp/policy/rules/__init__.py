@@ -8,6 +8,7 @@ from onnxamp.policy.marks import Marks
 from onnxamp.policy.rules.carried import carried_constants
 from onnxamp.policy.rules.constants import lossy_weights, out_of_range
 from onnxamp.policy.rules.detection import boxes, long_reductions
+from onnxamp.policy.rules.distances import distances
 from onnxamp.policy.rules.ids import float_ids
 from onnxamp.policy.rules.norms import norms
 from onnxamp.policy.rules.quantized import quantized_heavy
@@ -26,6 +27,7 @@ NUMERICAL: tuple[Rule, ...] = (
     observed_ranges,
     norms,
     softmaxes,
+    distances,
     epsilons,
     float_ids,
     boxes,
