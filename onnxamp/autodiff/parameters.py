@@ -9,11 +9,13 @@ import onnx_ir as ir
 
 from onnxamp.autodiff.emitter import FLOATS
 from onnxamp.autodiff.provenance import folded_from, follows_formula, looks_learned, named, noted
-from onnxamp.autodiff.uses import COMPUTED, PARAMETERS, PLACES, Use, Uses
+from onnxamp.autodiff.uses import CHANNELS, COMPUTED, PARAMETERS, PLACES, Use, Uses
 from onnxamp.model.tensors import content_key, is_distinct
 
 BY_NUMBERS = "by its numbers"
 """In the reason of a parameter that is one by its place and its numbers."""
+# Fewer channels than this may be those of the data.
+_FEW = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +78,10 @@ def classify(model: ir.Model) -> Parameters:
     Gather data) through Identity, Transpose, Reshape or Cast, the last-axis biases of Add, the last-axis scales of a
     normalization that is written out (Mul of x / √v), and scale and bias of a GroupNorm that is written as InstanceNormalization
     between two Reshapes, whose own ones and zeros are frozen. Weights may also be cut and joined on their way (gates of recurrent
-    operators). Tables that Add adds to every sample alike (positions), vectors that Concat puts in front (class tokens), and what a
-    weight is computed from (weight normalization) are trainable if their numbers look learned (`provenance`); weights and tables
-    of sines are not. What the exporter itself notes (PyTorch with
-    `dynamo=True`) goes before all of it. Initializers of subgraphs are constants.
+    operators). Trainable if their numbers look learned (`provenance`) are tables that Add adds to every sample alike (positions),
+    vectors that Concat puts in front (class tokens), named vectors of eight or more channels that Mul or Add takes (layer
+    scales), and what a weight is computed from (weight normalization); weights and tables of sines are not trainable. What the
+    exporter itself notes (PyTorch with `dynamo=True`) goes before all of it. Initializers of subgraphs are constants.
     """
     classes: dict[str, list[Parameter]] = {"trainable": [], "unsure": [], "frozen": [], "buffers": []}
     tied: dict[str, tuple[str, ...]] = {}
@@ -100,7 +102,7 @@ def classify(model: ir.Model) -> Parameters:
             and follows_formula(tensor.numpy())
         ):
             kind, reason = "unsure", f"{reason}, by a formula"
-        elif kind == "unsure" and (role := _placed(uses)) and looks_learned(tensor.numpy()):
+        elif kind == "unsure" and (role := _placed(uses, value)) and looks_learned(tensor.numpy()):
             kind, reason = "trainable", f"{role} of {uses[0].op}, {BY_NUMBERS}"
         classes[kind].append(Parameter(str(value.name), tensor.dtype, shape, uses, reason))
         nodes = tuple(dict.fromkeys(use.node for use in uses))
@@ -143,9 +145,16 @@ def _class(uses: tuple[Use, ...]) -> tuple[str, str]:
     return "unsure", f"operand of {first.op}"
 
 
-def _placed(uses: tuple[Use, ...]) -> str:
-    """What a tensor may be by the place of its uses, if its numbers agree; empty if they all say nothing."""
+def _placed(uses: tuple[Use, ...], value: ir.Value) -> str:
+    """What a tensor may be by the place of its uses, if its numbers agree; empty if they all say nothing.
+
+    A few factors may as well be what data are normalized with, and so may any that no framework has named.
+    """
     roles = {use.role for use in uses}
+    if CHANNELS in roles and (
+        not named(str(value.name)) or value.shape is None or max(value.shape.numpy(), default=0) < _FEW
+    ):
+        return ""
     if COMPUTED in roles:  # a weight's norm is computed from it too
         return COMPUTED
     return roles.pop() if len(roles) == 1 and roles <= PLACES else ""

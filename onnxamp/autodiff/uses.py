@@ -58,6 +58,7 @@ _SETTINGS: dict[str, frozenset[int]] = {
     "QuantizeLinear": frozenset({0, 1}),
     "DequantizeLinear": frozenset({0, 1}),
     "CastLike": frozenset({1}),
+    **{name: frozenset({0, 1}) for name in ("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal")},
     "NonMaxSuppression": frozenset({0, 1, 2, 3, 4}),
 }
 
@@ -70,7 +71,8 @@ PARAMETERS = frozenset({"weight", "bias", "scale", "slope", "table"})
 # What a weight is computed from: direction and gain of weight normalization, for example.
 COMPUTED = "part of a computed weight"
 # Places that hold parameters and constants alike: the numbers must tell.
-PLACES = frozenset({"position table", "token", COMPUTED})
+CHANNELS = "factor or summand of channels"
+PLACES = frozenset({"position table", "token", CHANNELS, COMPUTED})
 # What such a tensor may also pass: cut to the length of the sample, repeated for each sample.
 _FITTED = frozenset({"Slice", "Expand", "Tile"})
 
@@ -84,7 +86,7 @@ class Use:
         op: Its operator.
         position: Input of the node.
         role: ``weight``, ``bias``, ``scale``, ``slope``, ``table``; ``running mean``, ``running variance``, ``setting``;
-            ``position table``, ``token``; or empty.
+            one of `PLACES`; or empty.
     """
 
     node: str
@@ -164,6 +166,8 @@ def _role(node: ir.Node, position: int, value: ir.Value, changing: Set[ir.Value]
         return "scale"
     if key in (("", "Mul"), ("", "Add")) and _is_channels(node, value) and _is_grouped(node.inputs[1 - position]):
         return "scale" if node.op_type == "Mul" else "bias"
+    if key in (("", "Mul"), ("", "Add")) and _is_each_channel(node, position, value):
+        return CHANNELS
     if key == ("", "Add") and _is_table(node, value):
         return "position table"
     if key == ("", "Concat") and not changing.isdisjoint(node.inputs):
@@ -198,6 +202,16 @@ def _is_channels(node: ir.Node, value: ir.Value) -> bool:
     first, *rest = list(value.shape)[-(len(result) - 1) :]
     ahead = list(value.shape)[: -(len(result) - 1)]
     return first == result[1] and all(size == 1 for size in (*rest, *ahead))
+
+
+def _is_each_channel(node: ir.Node, position: int, value: ir.Value) -> bool:
+    """Whether `value` is one number for each channel (axis 1 or the last) of the other operand: a layer scale, a bias."""
+    other = node.inputs[1 - position]
+    if value.shape is None or other is None or other.shape is None or len(other.shape) < max(len(value.shape), 2):
+        return False
+    sizes = [1] * (len(other.shape) - len(value.shape)) + list(value.shape)
+    long = [axis for axis, size in enumerate(sizes) if size != 1]
+    return len(long) == 1 and long[0] in (1, len(sizes) - 1) and sizes[long[0]] == other.shape[long[0]]
 
 
 def _is_grouped(value: ir.Value | None) -> bool:

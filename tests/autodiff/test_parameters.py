@@ -390,3 +390,29 @@ def test_what_a_weight_is_computed_from_is_a_parameter(text, tensors, trained):
     found = classify(model)
     assert {p.name for p in found.trainable} == set(trained.split())
     assert {p.name for p in found.unsure} == {*tensors, "w"} - set(trained.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "shape", "op", "trained"),
+    [
+        ("layers.0.gamma", (16,), "N, 5, 16", "Mul", True),
+        ("layers.0.gamma", (16, 1, 1), "N, 16, 4, 4", "Mul", True),
+        ("mixer.dt_bias", (1, 16, 1), "N, 16, 5", "Add", True),
+        ("layers.0.gamma", np.full(16, 1e-6), "N, 5, 16", "Mul", False),  # fresh
+        ("onnx::Mul_12", (16,), "N, 5, 16", "Mul", False),
+        ("std", (3, 1, 1), "N, 3, 4, 4", "Mul", False),
+        ("frequencies", RNG.standard_normal(16), "N, 5, 1", "Mul", False),  # an outer product
+        ("octaves", 2.0 ** np.arange(16), "N, 5, 16", "Mul", False),
+        ("borders", (16,), "N, 5, 16", "Greater", False),
+    ],
+)
+def test_a_vector_of_channels_is_a_parameter_by_name_and_numbers(name, tensor, shape, op, trained):
+    kind = "bool" if op == "Greater" else "float"
+    text = f"g (float[{shape}] x) => ({kind}[{shape.replace(' 1', ' 16')}] y) {{ y = {op}(v, x) }}"
+    tensor = tensor if isinstance(tensor, tuple) else tensor.astype(np.float32)
+    model = ir.from_proto(with_weights(parse(text), v=tensor))
+    model.graph.initializers["v"].name = name
+    infer(model)
+    found = classify(model)
+    assert [p.name for p in found.trainable] == [name] * trained
+    assert [p.name for p in found.frozen] == [name] * (op == "Greater")
