@@ -193,7 +193,9 @@ def grad_graph(task: Task) -> GradGraph:
     if task.memory_budget is not None:
         graph.sort()
         RemoveUnusedNodesPass()(built.model)
-        recomputed = recompute(graph, [terms.loss_sum, terms.weight_sum], scale, task.memory_budget, dict(task.dims))
+        recomputed = recompute(
+            built.model, [terms.loss_sum, terms.weight_sum], scale, task.memory_budget, dict(task.dims)
+        )
     target = built.model.metadata_props.get("onnxamp.target")
     if target is not None and task.engine == "native":
         JointPlan(target)(built.model)
