@@ -8,7 +8,7 @@
    make them unique, or their other operands do; so do the producers of paired nodes' operands.
 4. Candidates that agree less pair if they are still free, then what only order tells apart (equal branches of unnamed
    nodes), then nodes of one name with different operators. Structure spreads again after each.
-5. Float Casts pair at the end, among those that cast paired values: by their names, then by their types.
+5. Float Casts pair at the end (`cast_pairs`).
 
 Bodies of paired nodes are scopes that go through the same steps. Every step looks at an operand a bounded number of
 times, so the whole is near-linear. No step prefers one of the two models: exchanging them gives the inverse pairs.
@@ -23,8 +23,8 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxamp.comparison import structure
+from onnxamp.comparison.cast_pairs import cast_pairs
 from onnxamp.comparison.side import Scope, Side, attributes_key, bodies, operator
-from onnxamp.model.tensors import cast_target
 
 Reader = tuple[ir.Node, int]
 
@@ -64,7 +64,9 @@ class Match:
             self._settle()
         self._replaced()
         self._settle()
-        self._casts()
+        casts = cast_pairs(a, b, self.values)
+        self.nodes |= casts
+        self.nodes_back |= {other: node for node, other in casts.items()}
 
     # Scopes
 
@@ -343,45 +345,9 @@ class Match:
                 if name in theirs and self._agreement(node, theirs[name]) > 0.5:
                     self._pair(node, theirs[name])
 
-    # Casts
-
-    def _casts(self) -> None:
-        """Pair Casts of paired values: those of one name first, retyped or not, then those of equal types, in order."""
-        theirs: dict[ir.Value, list[ir.Node]] = collections.defaultdict(list)
-        for node in self.b.casts:
-            theirs[self.b.root(node.outputs[0])].append(node)
-        ours: dict[ir.Value, list[ir.Node]] = collections.defaultdict(list)
-        for node in self.a.casts:
-            ours[self.a.root(node.outputs[0])].append(node)
-        for root, mine in ours.items():
-            counterpart = self.values.get(root)
-            others = theirs.get(counterpart, []) if counterpart is not None else []
-            for key in (_cast_identity, _cast_names, _cast_types):
-                self._pair_casts(mine, others, key)
-
-    def _pair_casts(self, ours: list[ir.Node], theirs: list[ir.Node], key: Callable[[ir.Node], Hashable]) -> None:
-        free = _group((n for n in theirs if n not in self.nodes_back), key)
-        for node in ours:
-            if node not in self.nodes and (found := free.get(key(node))):
-                counterpart = found.pop(0)
-                self.nodes[node], self.nodes_back[counterpart] = counterpart, node
-
 
 def _weight(name: str) -> float:
     return 0.4 if name[-1:].isdigit() else 0.9
-
-
-def _cast_identity(node: ir.Node) -> Hashable:
-    return (*_cast_types(node), *_cast_names(node))
-
-
-def _cast_names(node: ir.Node) -> tuple[Hashable, ...]:
-    return (node.name, node.outputs[0].name)
-
-
-def _cast_types(node: ir.Node) -> tuple[Hashable, ...]:
-    assert node.inputs[0] is not None
-    return (node.inputs[0].dtype, cast_target(node))
 
 
 def _real_inputs(scope: Scope) -> list[ir.Value]:
