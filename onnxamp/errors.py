@@ -3,6 +3,10 @@
 The sentence says what is wrong, where (node, tensor, file) and what to do.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class AmpError(Exception):
     """Base of all errors that onnxamp raises on purpose."""
@@ -72,6 +76,11 @@ def one_line(message: object, limit: int = 300) -> str:
     that says nothing by its type."""
     text = str(message) or (type(message).__name__ if isinstance(message, BaseException) else "")
     return " ".join(text.split())[:limit].rstrip(". ")
+
+
+def few(names: Sequence[str], most: int = 5) -> str:
+    """Several names, as part of a sentence: ``a, b and 3 more``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def cause(problem: BaseException) -> str:

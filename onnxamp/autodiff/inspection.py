@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnxamp.autodiff.emitter import FLOATS
 from onnxamp.autodiff.parameters import Parameters, classify
 from onnxamp.autodiff.reverse import backward, differentiable_path, without_gradient
+from onnxamp.errors import few
 from onnxamp.model import dimensions
 
 _PROBABILITIES = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
@@ -153,13 +154,9 @@ def _folded(graph: ir.Graph, parameters: Parameters) -> tuple[str, ...]:
                graph.initializers and any(use.op.startswith("Conv") for use in p.uses)]  # fmt: skip
     others = [p.name for p in renamed if p.name not in merged]
     if merged:
-        found.append(f"BatchNormalization was merged into a convolution: {_some(merged)} train as one weight.")
+        found.append(f"BatchNormalization was merged into a convolution: {few(merged, 4)} train as one weight.")
     if others:
-        found.append(f"The exporter folded an operator into {_some(others)}; their original names are lost.")
+        found.append(f"The exporter folded an operator into {few(others, 4)}; their original names are lost.")
     for names in parameters.copies:
-        found.append(f"{_some(list(names))} have the same content: if they were tied, they train apart now.")
+        found.append(f"{few(list(names), 4)} have the same content: if they were tied, they train apart now.")
     return tuple(found)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

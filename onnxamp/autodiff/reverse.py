@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnxamp.autodiff.builder import Builder
 from onnxamp.autodiff.emitter import FLOATS
 from onnxamp.autodiff.registry import Gradients, gradient, rule_of, stops
-from onnxamp.errors import InternalError, UnsupportedError
+from onnxamp.errors import InternalError, UnsupportedError, few
 
 _Definition = TypeVar("_Definition", bound=Callable[[Builder, ir.Node], Sequence[ir.Value | None]])
 
@@ -211,10 +211,7 @@ def _supported_path(nodes: Sequence[ir.Node], targets: Iterable[ir.Value], wrt: 
     missing = without_gradient(path, wrt)
     if not missing:
         return path
-    parts = []
-    for label, names in missing.items():
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        parts.append(f"{label} ({shown})")
+    parts = [f"{label} ({few(names)})" for label, names in missing.items()]
     raise UnsupportedError(
         f"No gradient rule for {'; '.join(parts)}: freeze what lies before these nodes, or register a rule with "
         "onnxamp.autodiff.gradient."

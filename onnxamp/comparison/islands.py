@@ -10,6 +10,7 @@ from onnxamp.comparison.casts import traffic
 from onnxamp.comparison.records import Change, Island, counted
 from onnxamp.comparison.side import Side
 from onnxamp.dtypes import LOW
+from onnxamp.errors import few
 from onnxamp.model.tensors import cast_target
 
 # Operators that only move data: an exporter's Identity of a weight, a Transpose before a product.
@@ -121,8 +122,7 @@ def remedies(side: Side, region: Region) -> tuple[str, ...]:
             continue
         text = remedy(code)
         if text:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            found.append(f"{code} ({shown}): {text}")
+            found.append(f"{code} ({few(names, 3)}): {text}")
     return tuple(found)
 
 

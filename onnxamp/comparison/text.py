@@ -10,6 +10,7 @@ from typing import Any
 from onnxamp.comparison.numbers import Numbers
 from onnxamp.comparison.records import LISTS, CastChange, ConstantChange, GraphDiff, Island, Retyped
 from onnxamp.comparison.rules import rule
+from onnxamp.errors import few
 
 PARTS = ("islands", "casts", "constants", "nodes")
 
@@ -116,9 +117,7 @@ def island_rows(islands: Sequence[Island]) -> list[tuple[str, ...]]:
             first = told.setdefault(text, place)
             advice.append(remedy if first == place else f"{nodes}): as for the island of {first}")
         telling = [island.head, *(node for node in island.nodes if node != island.head)]
-        shown = ", ".join(f"{node} ({node.op})" for node in telling[:4])
-        if len(island.nodes) > 4:
-            shown += f" and {len(island.nodes) - 4} more"
+        shown = few([f"{node} ({node.op})" for node in telling], 4)
         rows.append(
             (
                 ("+" if island.change == "added" else "-") + str(k),

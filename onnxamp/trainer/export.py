@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from onnxamp.errors import DataError, ModelError, UsageError
+from onnxamp.errors import DataError, ModelError, UsageError, few
 from onnxamp.model.io import load
 from onnxamp.ort.quantize import quantize
 from onnxamp.trainer import state_dict
@@ -114,8 +114,8 @@ def write_state_dict(
                 f"both: export the ONNX model with -o. {ONCE}, and train that."
             )
         raise DataError(
-            f"{', '.join(lacking[:3])}{f' and {len(lacking) - 3} more' if len(lacking) > 3 else ''} of {run.folder} trained and "
-            f"equalled no tensor of {names.original}: export the ONNX model with -o, or train with --frozen {lacking[0]}."
+            f"{few(lacking, 3)} of {run.folder} trained and equalled no tensor of {names.original}: export the ONNX model with -o, or "
+            f"train with --frozen {lacking[0]}."
         )
     parameters = state_dict.initializers(model)
     state_dict.export(names, parameters, path)

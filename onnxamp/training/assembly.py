@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnxamp import conversion
 from onnxamp.autodiff.parameters import BY_NUMBERS, Parameters, classify
 from onnxamp.dtypes import low_type
-from onnxamp.errors import UnsupportedError, UsageError
+from onnxamp.errors import UnsupportedError, UsageError, few
 from onnxamp.model import io
 from onnxamp.policy.options import Options, matches
 from onnxamp.training import batch_norm, choices, ort_training, parameters
@@ -289,7 +289,7 @@ def _notes(
         tensors = "float tensor is" if len(unsure) == 1 else "float tensors are"
         called = [f"{name}, computed from {source}" if (source := found.numbers.get(name)) else name for name in unsure]
         notes.append(
-            f"{len(unsure)} {tensors} not trained: {_few(called)} (--trainable {unsure[0]} trains it; `onnxamp check` "
+            f"{len(unsure)} {tensors} not trained: {few(called)} (--trainable {unsure[0]} trains it; `onnxamp check` "
             "lists all)."
         )
     trained = {entry.name for entry in grad.entries if not any(matches(pattern, entry.name) for pattern in asked)}
@@ -299,14 +299,14 @@ def _notes(
             "float tensor is in a parameter's place, looks" if one else "float tensors are in a parameter's place, look"
         )
         notes.append(
-            f"{len(placed)} {tensors} learned, and {'trains' if one else 'train'}: {_few(placed)} (--frozen {placed[0]} "
+            f"{len(placed)} {tensors} learned, and {'trains' if one else 'train'}: {few(placed)} (--frozen {placed[0]} "
             "keeps it as it is)."
         )
     if unreached:
-        notes.append(f"{len(unreached)} parameters do not reach the loss and stay as they are: {_few(unreached)}.")
+        notes.append(f"{len(unreached)} parameters do not reach the loss and stay as they are: {few(unreached)}.")
     tied = [entry.name for entry in grad.entries if entry.name in found.tied]
     if tied:
-        notes.append(f"{len(tied)} parameters are read by several nodes and train as one each: {_few(tied)}.")
+        notes.append(f"{len(tied)} parameters are read by several nodes and train as one each: {few(tied)}.")
     entries = {entry.name for entry in grad.entries}
     notes += [
         f"{' and '.join(group)} hold the same numbers, and train apart: if they are one tensor in PyTorch (tied weights), it cannot "
@@ -381,7 +381,3 @@ def _recompute_note(done: Recomputed) -> str:
         f"Activations take {done.after:,} bytes instead of {done.before:,}{assumed}: {done.segments} segments are computed twice, about "
         f"{done.work:.0%} more work in a step."
     )
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

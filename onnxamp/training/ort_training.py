@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxamp.dtypes import LOW
-from onnxamp.errors import UnsupportedError
+from onnxamp.errors import UnsupportedError, few
 from onnxamp.ort import gradient_builder
 from onnxamp.passes.emulate import emulate
 from onnxamp.training import dropout
@@ -164,10 +164,9 @@ def _reached(nodes: Mapping[ir.Node, object], wrt: Sequence[ir.Value]) -> list[i
 def _check(path: Sequence[ir.Node]) -> None:
     bad = [node for node in path if (node.domain, node.op_type) not in _KNOWN]
     if bad:
-        named = ", ".join(f"{node.op_type} {node.name!r}" for node in bad[:8])
-        more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
+        named = few([f"{node.op_type} {node.name!r}" for node in bad], 8)
         raise UnsupportedError(
-            f"onnxruntime-training 1.19.2 has no gradient for {named}{more}: leave out --engine ort-training."
+            f"onnxruntime-training 1.19.2 has no gradient for {named}: leave out --engine ort-training."
         )
 
 

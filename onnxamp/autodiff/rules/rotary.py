@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.autodiff.builder import Builder
+from onnxamp.autodiff.builder import Builder, required
 from onnxamp.autodiff.reverse import defined
 
 MS = "com.microsoft"
@@ -16,11 +16,7 @@ MS = "com.microsoft"
 @defined("RotaryEmbedding", MS, inputs=(0,))
 def rotary_embedding(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     """Pairs of each head turned by the angle of their position: (a·cos − b·sin, a·sin + b·cos)."""
-    x, places, cosines, sines = node.inputs[:4]
-    assert x is not None
-    assert places is not None
-    assert cosines is not None
-    assert sines is not None
+    x, places, cosines, sines = (required(node, position) for position in range(4))
     op.refuse(bool(node.attributes.get_int("is_packed_batching", 0)), "packed batches")
     op.refuse(node.attributes.get_float("scale", 1.0) != 1.0, "a scale")
     heads = x
