@@ -176,17 +176,21 @@ def _role(node: ir.Node, position: int, value: ir.Value, changing: Set[ir.Value]
 
 
 def _is_group_constant(node: ir.Node, position: int, value: ir.Value) -> bool:
-    """Whether `value` is a scale of ones or a bias of zeros of an InstanceNormalization between two Reshapes.
+    """Whether `value` is a scale of ones or a bias of zeros of an InstanceNormalization that is part of a GroupNorm.
 
-    PyTorch's TorchScript exporter writes GroupNorm so, with a Mul and an Add behind it that hold the parameters.
+    PyTorch's exporters write GroupNorm so, between two Reshapes (left out where they do nothing: one group for each channel), with a
+    Mul and an Add behind it that hold the parameters.
     """
-    around = [producer(node.inputs[0]), *(reader for reader, _ in node.outputs[0].uses())]
-    if len(around) < 2 or any(other is None or other.op_type != "Reshape" for other in around):
-        return False
     tensor = value.const_value
-    if noted(value):  # a fresh InstanceNorm that PyTorch's exporter says is one
-        return False
-    return tensor is not None and bool((tensor.numpy() == (1 if position == 1 else 0)).all())
+    if tensor is None or noted(value) or not (tensor.numpy() == (1 if position == 1 else 0)).all():
+        return False  # a fresh InstanceNorm that PyTorch's exporter says is one is no part of a GroupNorm
+    source, readers = producer(node.inputs[0]), [reader for reader, _ in node.outputs[0].uses()]
+    if source is not None and source.op_type == "Reshape" and all(reader.op_type == "Reshape" for reader in readers):
+        return bool(readers)
+    scaled = [
+        reader.op_type == "Mul" and any(v and _is_channels(reader, v) for v in reader.inputs) for reader in readers
+    ]
+    return bool(scaled) and all(scaled)
 
 
 def _is_channels(node: ir.Node, value: ir.Value) -> bool:
@@ -215,12 +219,15 @@ def _is_each_channel(node: ir.Node, position: int, value: ir.Value) -> bool:
 
 
 def _is_grouped(value: ir.Value | None) -> bool:
-    """Whether `value` is the Reshape of an InstanceNormalization, looking through Cast and a Mul by the scale."""
+    """Whether `value` is an InstanceNormalization that is part of a GroupNorm, looking through Cast, Reshape and a Mul by the scale."""
     node = _producer(value)
     if node is not None and node.op_type == "Mul":
         return any(_is_grouped(factor) for factor in node.inputs)
-    source = _producer(node.inputs[0]) if node is not None and node.op_type == "Reshape" else None
-    return source is not None and source.op_type == "InstanceNormalization"
+    if node is not None and node.op_type == "Reshape":
+        node = _producer(node.inputs[0])
+        return node is not None and node.op_type == "InstanceNormalization"
+    scale = node.inputs[1] if node is not None and node.op_type == "InstanceNormalization" else None
+    return node is not None and scale is not None and _is_group_constant(node, 1, scale)
 
 
 def _is_table(node: ir.Node, value: ir.Value) -> bool:

@@ -150,6 +150,18 @@ def test_a_group_norm_as_exporters_write_it():
     alone = ir.from_proto(with_weights(plain, ones=np.ones(8, np.float32), zeros=np.zeros(8, np.float32)))
     infer(alone)
     assert [p.name for p in classify(alone).trainable] == ["ones", "zeros"]
+    each = """g (float[N, 8, 4] x) => (float[N, 8, 4] y)
+        { i = InstanceNormalization(x, ones, zeros) m = Mul(i, gamma) y = Add(m, beta) }"""  # one group for each channel
+    proto = with_weights(
+        parse(each),
+        ones=np.ones(8, np.float32),
+        zeros=np.zeros(8, np.float32),
+        gamma=np.ones((8, 1), np.float32),
+        beta=(8, 1),
+    )
+    model = ir.from_proto(proto)
+    infer(model)
+    assert [p.name for p in classify(model).trainable] == ["gamma", "beta"]
 
 
 def test_inspection():
