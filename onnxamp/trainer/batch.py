@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -40,28 +41,24 @@ class NonFinite:
     """What is known of NaN and infinities in the batches of a pass: where the first are, and how many batches more have some."""
 
     def __init__(self) -> None:
-        self._nan: list[str] = []
-        self._infinity: list[str] = []
+        self._first: dict[str, str] = {}
+        self._batches: collections.Counter[str] = collections.Counter()
 
     def add(self, nan: str | None, infinity: str | None) -> None:
         """Take note of a batch, with the words that `nonfinite` has for it."""
-        self._nan += [nan] if nan else []
-        self._infinity += [infinity] if infinity else []
+        for what, text in (("NaN", nan), ("Inf", infinity)):
+            if text is not None:
+                self._first.setdefault(what, text)
+                self._batches[what] += 1
 
-    @property
-    def nan(self) -> str | None:
-        """Which input holds NaN, and where, in words; None if none does."""
-        return self._of(self._nan)
-
-    @property
-    def infinity(self) -> str | None:
-        """The same of infinities."""
-        return self._of(self._infinity)
-
-    def _of(self, texts: list[str]) -> str | None:
-        more = len(texts) - 1
-        others = f", and {more} more batch{'es hold' if more > 1 else ' holds'} some" if more > 0 else ""
-        return texts[0] + others if texts else None
+    def consequence(self, *, infinity: bool = False) -> str | None:
+        """Which input holds NaN, where, and what that means; None if none does, or none holds infinities, if those matter too."""
+        what = next((what for what in (("NaN", "Inf") if infinity else ("NaN",)) if what in self._first), None)
+        if what is None:
+            return None
+        more = self._batches[what] - 1
+        others = f", and {more} more batch{'es hold' if more > 1 else ' holds'} some" if more else ""
+        return f"{self._first[what]}{others}: what is computed from them is not finite either"
 
 
 def _ports(manifest: Manifest) -> tuple[Port, ...]:

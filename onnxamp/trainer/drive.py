@@ -180,6 +180,7 @@ def drive(run: Run, trainer: Trainer, plan: Plan, console: Console, extra: Seque
             shuffle=plan.shuffle,
             seed=plan.seed,
             callbacks=plan.callbacks(run, console, extra, writes=writes),
+            warns=False,  # where training is done, `finished` has found that evaluation or model are not
         )
         reason, failed = history.reason, False
     except RankLostError as problem:

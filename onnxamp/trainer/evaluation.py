@@ -80,10 +80,11 @@ class Evaluation:
             each.reset()
         totals = np.zeros(2)
         output, label = prediction(self._bundle).name, label_name(self._bundle)
-        rows, found = 0, NonFinite()
+        rows, found, ahead = 0, NonFinite(), True
         for batch in [data] if isinstance(data, (Mapping, CheckedBatch)) else data:
             if metrics and label not in (batch.feeds if isinstance(batch, CheckedBatch) else batch):
                 raise UsageError("Metrics compare with labels, and the data have none.")
+            ahead = ahead and isinstance(batch, CheckedBatch)
             checked = batch if isinstance(batch, CheckedBatch) else self._check(batch, _from(rows))
             outputs = evaluator.run(checked)
             totals += evaluator.sums.read()
@@ -93,7 +94,8 @@ class Evaluation:
             found.add(checked.nan, checked.infinity)
         loss = float(totals[0] / totals[1]) if totals[1] else float("nan")
         if warns:
-            self._warn(found.nan or (None if math.isfinite(loss) else found.infinity))
+            # A run looks at the same data again and again, with batches that it has checked ahead.
+            self._warn(found.consequence(infinity=not math.isfinite(loss)), once=ahead)
         return [loss, *(each.value() for each in metrics)]
 
     def predict(self, data: Arrays | Iterable[Arrays], weights: str = "working") -> dict[str, NDArray[Any]]:
@@ -121,14 +123,15 @@ class Evaluation:
         found = outputs(data)[1] if isinstance(data, Mapping) else joined(map(outputs, data))
         if not found:
             raise UsageError("There are no batches to predict.")
-        self._warn(bad.nan)
+        self._warn(bad.consequence())
         return found
 
-    def _warn(self, found: str | None) -> None:
-        """Log, once, which values of the data are not finite."""
-        if found is not None and found not in self._warned:
-            self._warned.add(found)
-            logger.warning("%s%s: what is computed from them is not finite either.", found[0].upper(), found[1:])
+    def _warn(self, found: str | None, *, once: bool = False) -> None:
+        """Log which values of the data are not finite; with `once` not the same text again."""
+        if found is None or (once and found in self._warned):
+            return
+        self._warned.add(found)
+        logger.warning("%s%s.", found[0].upper(), found[1:])
 
     def weight_sum(self, batch: CheckedBatch) -> View:
         """The sum of weights of a batch, a float32 scalar on the device."""

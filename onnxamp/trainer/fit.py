@@ -66,6 +66,7 @@ def fit(
     seed: int = 0,
     prefetch: int = 2,
     callbacks: Sequence[Callback] = (),
+    warns: bool = True,
 ) -> History:
     """Train.
 
@@ -93,6 +94,7 @@ def fit(
         seed: Seed of the order.
         prefetch: Batches read ahead.
         callbacks: Called in this order.
+        warns: Whether to log that nothing is left to train; not where the caller knows, and has only the end of a run to do.
 
     Raises:
         DataError: The data do not fit the model, or no row of a whole epoch has weight.
@@ -123,6 +125,8 @@ def fit(
         bound.check_size(val_batch_size or batch_size)
         checks = Batches(bound, val_batch_size or batch_size, shuffle=False, prepare=trainer.checked)
     state = FitState(trainer, batches, epochs, steps)
+    if warns and state.finished and state.writes:
+        logger.warning("%s", _nothing_left(state))
     return _Run(state, callbacks, checks, eval_every, metrics_of(metrics, **trainer.metric_options)).run()
 
 
@@ -130,8 +134,9 @@ def _nothing_left(state: FitState) -> str:
     """What a run that has the epochs or steps asked for has, and how it goes on."""
     by_epochs = state.epochs is not None and state.epoch >= state.epochs
     name, asked, has = ("epochs", state.epochs, state.epoch) if by_epochs else ("steps", state.steps, state.step)
+    unit = name.removesuffix("s") if has == 1 else name
     return (
-        f"Nothing is left to train: {name}={asked} counts from the beginning of the run, which has {has} {name}; "
+        f"Nothing is left to train: {name}={asked} counts from the beginning of the run, which has {has} {unit}; "
         f"give more {name} to go on."
     )
 
@@ -173,8 +178,6 @@ class _Run:
 
     def _run(self) -> History:
         state = self.state
-        if state.finished and state.writes:
-            logger.warning("%s", _nothing_left(state))
         if state.passed:
             return self._history("done")
         for callback in self.callbacks:

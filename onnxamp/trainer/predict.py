@@ -88,8 +88,8 @@ def predict(
     batches = model_batches(binding, batch_size, noted)
     binding.check_size(batches.batch_size)
     outputs = joined((len(next(iter(batch.values()))), run(session, batch)) for batch in batches)
-    bad = () if found.nan is None else (f"{found.nan}: what is computed from them is not finite either",)
-    return outputs, (*binding.notes, *bad)
+    bad = found.consequence()
+    return outputs, (*binding.notes, *([bad] if bad else []))
 
 
 def compared_columns(bundle: Bundle | None) -> tuple[str, str]:

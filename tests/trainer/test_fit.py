@@ -234,8 +234,9 @@ def test_a_run_beyond_its_end_is_left_as_it_is(counter, end, tmp_path, caplog):
     ((name, asked),) = end.items()
     has = {"epochs": 1, "steps": 7}[name]
     (record,) = caplog.records
+    unit = {"epochs": "epoch", "steps": "steps"}[name]
     assert record.getMessage() == (
-        f"Nothing is left to train: {name}={asked} counts from the beginning of the run, which has {has} {name}; "
+        f"Nothing is left to train: {name}={asked} counts from the beginning of the run, which has {has} {unit}; "
         f"give more {name} to go on."
     )
 
@@ -245,7 +246,7 @@ def test_a_second_fit_to_the_same_end_says_that_it_trains_nothing(counter, tmp_p
     for expected in (5, 0):
         history = fit(trainer, DATA, epochs=1, batch_size=10, callbacks=[Checkpoints(tmp_path)])
         assert len(history.losses) == expected
-    assert "epochs=1 counts from the beginning of the run, which has 1 epochs" in caplog.text
+    assert "epochs=1 counts from the beginning of the run, which has 1 epoch;" in caplog.text
     caplog.clear()
     assert len(fit(trainer, DATA, epochs=2, batch_size=10).losses) == 5
     assert not caplog.records

@@ -355,7 +355,7 @@ def test_nan_in_what_is_only_looked_at_is_named_by_its_rows(bundle, batches, tmp
     assert np.isnan(trainer.predict(bad)["y"]).any()
     trainer.evaluate([trainer.checked(bad[3])])
     assert [record.getMessage() for record in caplog.records] == [
-        f"The input 'x' holds 1 NaN in row {firsts[1]} of the data, and 1 more batch holds some: {said}",  # both times
+        *[f"The input 'x' holds 1 NaN in row {firsts[1]} of the data, and 1 more batch holds some: {said}"] * 2,
         f"The input 'x' holds 2 NaN, the first at [0, 0]: {said}",
     ]
     caplog.clear()
@@ -369,6 +369,10 @@ def test_nan_in_what_is_only_looked_at_is_named_by_its_rows(bundle, batches, tmp
     assert [record.getMessage() for record in caplog.records] == [
         f"The input 'x' holds 3 NaN in rows {rows} of {tmp_path}/val.npz: {said}"
     ]
+    caplog.clear()
+    for _ in ("the validation data", "the test data"):  # alike as they are, each is told of
+        trainer.evaluate(bad[1])
+    assert [record.getMessage() for record in caplog.records] == [f"The input 'x' holds 1 NaN in row 0 of the data: {said}"] * 2
     caplog.clear()
     huge = {**batches[0], "x": np.full_like(batches[0]["x"], np.inf)}
     trainer.evaluate(huge)
