@@ -81,8 +81,11 @@ def main() -> None:
             raise
         click.echo(f"{_rank()}Error: {problem}", err=True)
         sys.exit(problem.exit_code)
-    except MemoryError:
-        click.echo("Error: The machine ran out of memory; use a smaller model, batch or number of samples.", err=True)
+    except MemoryError as problem:
+        if debug:
+            raise
+        what = f" ({one_line(problem)})" if str(problem) else ""
+        click.echo(f"Error: The machine ran out of memory{what}; use a smaller model, batch or number of samples.", err=True)
         sys.exit(5)
     except Exception as problem:  # a defect of ours: the last resort before a traceback
         if debug:

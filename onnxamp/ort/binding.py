@@ -100,6 +100,7 @@ class Binding:
         Raises:
             DataError: A node fails on these values.
             UnsupportedError: A node has no kernel for the types that arrive.
+            MemoryError: There is not enough for it, on the host or the device.
         """
         for name, fetched in self._order.items():
             if fetched:  # what a run allocated stays bound, in the shape of that run

@@ -75,7 +75,8 @@ def runtime() -> Any:
 def failures() -> tuple[type[Exception], ...]:
     """What the runtime raises where it refuses a model or fails on values: its own exceptions, RuntimeError and ValueError.
 
-    Nothing else is about the model or the data: MemoryError is the machine's, TypeError ours.
+    Nothing else is about the model or the data: MemoryError is the machine's, TypeError ours. Memory that the runtime's own arenas lack
+    is among these, and known by its text (`session.run_error`).
     """
     module = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
     own = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Exception)]

@@ -57,9 +57,10 @@ def quantize(
         try:
             try:
                 shapes.quant_pre_process(os.fspath(source), os.fspath(prepared))
-            except (
-                Exception
-            ):  # symbolic shape inference, which is Python, fails on valid models in any way; it can be left out
+            except MemoryError:
+                raise
+            # Symbolic shape inference, which is Python, fails on valid models in any way; it can be left out.
+            except Exception:
                 shapes.quant_pre_process(os.fspath(source), os.fspath(prepared), skip_symbolic_shape=True)
             tools.quantize_static(
                 os.fspath(prepared),
@@ -73,9 +74,8 @@ def quantize(
             )
         except (AmpError, MemoryError):  # the batches' own
             raise
-        except (
-            Exception
-        ) as problem:  # the quantizer is Python that meets unforeseen models with KeyError, AttributeError, ...
+        # The quantizer is Python that meets unforeseen models with KeyError, AttributeError, ...
+        except Exception as problem:
             if not reader.count:
                 raise DataError("Quantization needs at least one batch of data to take ranges from.") from problem
             raise UnsupportedError(

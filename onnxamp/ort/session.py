@@ -118,6 +118,7 @@ def open_session(model: Model, config: SessionConfig | None = None, *, name: str
         RuntimeMissingError: No runtime, or the provider asked for does not load.
         UnsupportedError: The provider has no kernel for a node, or the runtime does not know its operator.
         ModelError: The runtime refuses the model.
+        MemoryError: There is not enough for it, on the host or the device.
     """
     config = config or SessionConfig()
     ort = runtime()
@@ -170,6 +171,7 @@ def run(session: Any, feeds: Mapping[str, Any], outputs: Sequence[str] | None = 
     Raises:
         DataError: Missing or unknown names, wrong type or shape, or a node that fails on these values.
         UnsupportedError: A node has no kernel for the types that arrive.
+        MemoryError: There is not enough for it, on the host or the device.
     """
     wanted = list(outputs) if outputs is not None else [value.name for value in session.get_outputs()]
     inputs = [value.name for value in session.get_inputs()]
@@ -235,6 +237,8 @@ def _to_ort(name: str, value: Any) -> Any:
             return wrap.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), onnx.TensorProto.BFLOAT16)
         return wrap.ortvalue_from_numpy(array)
     except failures() as problem:  # ragged lists, strings, types that ONNX lacks
+        if _no_memory(problem):
+            raise run_error(problem) from problem
         raise DataError(
             f"The data for the input {name!r} are no tensor that ONNX Runtime takes: {_sentence(problem)}."
         ) from problem
@@ -255,13 +259,26 @@ def to_numpy(value: Any) -> Any:
 
 # How OpenVINO's reader of ONNX names a node that it does not take.
 _REFUSED = re.compile(r"While validating ONNX node '<Node\((\w+)\): (.*?)>':?\s*([^\n]*)")
+# What the allocators of ONNX Runtime's devices say where there is no memory left: an arena, CUDA and cuBLAS themselves, C++.
+_NO_MEMORY = re.compile(
+    r"Failed to allocate memory|Available memory of \d+ is smaller than requested|out of memory|CU\w+_STATUS_\w*ALLOC\w*_FAILED|"
+    r"bad.?alloc",
+    re.IGNORECASE,
+)
 # What ONNX Runtime says of an operator that it has no schema of.
 _UNKNOWN = re.compile(r"([\w.]*):(\w+)\(-?\d+\) is not a registered function/op|No Op registered for (\w+) ")
 
 
-def _load_error(problem: Exception, name: str) -> AmpError:
+def _no_memory(problem: Exception) -> bool:
+    """Whether memory ran out, which is neither the model's nor the data's fault; the runtime has no exception of its own for it."""
+    return _NO_MEMORY.search(str(problem)) is not None
+
+
+def _load_error(problem: Exception, name: str) -> AmpError | MemoryError:
     """The error that says what the runtime said, by the kind of its exception."""
     kind, text = type(problem).__name__, _sentence(problem)
+    if _no_memory(problem):
+        return MemoryError(f"ONNX Runtime has no memory left for {name}: {text}")
     if unknown := _UNKNOWN.search(text):
         domain, op, standard = unknown.groups()
         operator = f"{domain}.{op}" if domain else op or standard
@@ -282,9 +299,11 @@ def _load_error(problem: Exception, name: str) -> AmpError:
     return ModelError(f"ONNX Runtime cannot load {name} ({kind}): {text}.")
 
 
-def run_error(problem: Exception) -> AmpError:
+def run_error(problem: Exception) -> AmpError | MemoryError:
     """The error of a run that failed, by the kind of ONNX Runtime's exception."""
     kind, text = type(problem).__name__, _sentence(problem)
+    if _no_memory(problem):
+        return MemoryError(f"ONNX Runtime has no memory left while running: {text}")
     if kind == "NotImplemented":
         return UnsupportedError(f"ONNX Runtime has no kernel for a node: {text}.")
     if kind == "EPFail":

@@ -71,6 +71,10 @@ class Worker:
             config: Session options; ONNX Runtime's defaults on the CPU where None. A crash is tried again at ``extended`` only
                 from the level ``all``.
             outputs: Names of the outputs wanted; all where None.
+
+        Raises:
+            MemoryError: There is not enough of it in the worker.
+            InternalError: The worker fails in a way that is none of the runtime's.
         """
         config = config or SessionConfig(provider="cpu", optimization="all")
         with self._lock, tempfile.TemporaryDirectory(prefix="onnxamp-", ignore_cleanup_errors=True) as folder:
@@ -127,6 +131,8 @@ class Worker:
             process.kill()
             self.close()
             raise
+        if status == "memory":
+            raise MemoryError(value)
         if status == "internal":
             raise InternalError(f"The session worker failed: {value}.")
         return Answer(value) if status == "ok" else Answer([], error=value, kind=status)
@@ -168,6 +174,8 @@ def serve() -> None:
             answer: tuple[str, Any] = ("ok", [run(session, sample, outputs) for sample in samples])
         except AmpError as problem:
             answer = (type(problem).__name__, str(problem))
+        except MemoryError as problem:
+            answer = ("memory", str(problem))
         except Exception as problem:  # whatever it is, the parent raises it as an internal error
             answer = ("internal", f"{type(problem).__name__}: {problem}")
         pickle.dump(answer, answers, protocol=5)

@@ -172,14 +172,19 @@ def test_a_search_knows_its_model_and_version_again(
     assert digest(cancels, *samples) != first
 
 
+@pytest.mark.parametrize("problem", [MemoryError, RuntimeError("Failed to allocate memory for requested buffer of size 4")])
 def test_memory_that_runs_out_is_no_verdict_on_a_candidate(
-    cancels: onnx.ModelProto, samples: Samples, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    problem: type[Exception] | Exception,
+    cancels: onnx.ModelProto,
+    samples: Samples,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor is it written to the journal, which a search with more memory would believe."""
     journal = tmp_path / "search.jsonl"
 
     def fail(*arguments: object) -> None:
-        raise MemoryError
+        raise problem
 
     def without_memory(candidate: ir.Model) -> ir.Model:
         monkeypatch.setattr(InferenceSession, "run", fail)

@@ -39,6 +39,19 @@ def test_no_data_and_no_model(tmp_path):
     assert not (tmp_path / "int8.onnx").exists()
 
 
+def test_memory_that_runs_out_while_shapes_are_inferred_is_not_asked_for_again(tmp_path, monkeypatch):
+    calls = []
+
+    def fail(*arguments, **options):
+        calls.append(options)
+        raise MemoryError("none left")
+
+    monkeypatch.setattr("onnxruntime.quantization.shape_inference.quant_pre_process", fail)
+    with pytest.raises(MemoryError, match="none left"):
+        quantize(MODELS / "cnn.onnx", tmp_path / "int8.onnx", [])
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("problem", [DataError("row 3 holds a NaN"), MemoryError("none left")])
 def test_what_fails_while_batches_are_read_is_not_blamed_on_the_model(tmp_path, problem):
     def batches():

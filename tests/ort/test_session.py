@@ -179,6 +179,42 @@ def test_what_is_neither_the_models_nor_the_datas_fault_is_not_blamed_on_them(
         actions[place]()
 
 
+MAKES = "g (int64[1] n) => (float[N] y) { y = ConstantOfShape(n) }"
+
+
+@pytest.mark.parametrize("place", ["running", "loading", "bound", "feeding"])
+def test_memory_that_the_runtime_lacks_is_no_error_of_model_or_data(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so in exceptions that it raises for bad values as well."""
+    import onnxruntime
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("CUDA failure 2: out of memory ; GPU=0 ; expr=cudaMalloc((void**)&p, size);")
+
+    opened, much = open_session(proto(MAKES)), {"n": np.array([1 << 45])}  # 128 TiB: more than an address can name
+    if place == "running":
+        with pytest.raises(MemoryError, match="ConstantOfShape.*140737488355328"):
+            run(opened, much)
+    elif place == "bound":
+        binding = Binding(opened)
+        binding.feed("n", much["n"])
+        binding.fetch("y")
+        with pytest.raises(MemoryError, match="ConstantOfShape.*140737488355328"):
+            binding.run()
+    elif place == "loading":
+        monkeypatch.setattr(onnxruntime, "InferenceSession", fail)
+        with pytest.raises(MemoryError, match="out of memory"):
+            open_session(proto(MAKES))
+    else:
+        monkeypatch.setattr(onnxruntime.OrtValue, "ortvalue_from_numpy", fail)
+        with pytest.raises(MemoryError, match="out of memory"):
+            run(
+                open_session(proto(BOTH), SessionConfig(provider="cpu")),
+                {"x": np.ones(2, ml_dtypes.bfloat16), "z": np.ones(2, np.float32)},
+            )
+
+
 def test_options_reach_the_runtime() -> None:
     options = session_options(
         SessionConfig(

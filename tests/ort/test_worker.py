@@ -70,6 +70,14 @@ def test_worker_restarts_after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not answer.results
 
 
+def test_memory_that_a_request_lacks_is_no_defect_and_no_verdict() -> None:
+    with worker.Worker() as ours:
+        with pytest.raises(MemoryError, match="Failed to allocate"):
+            ours.run(proto("g (int64[1] n) => (float[N] y) { y = ConstantOfShape(n) }"), [{"n": np.array([1 << 45])}])
+        answer = ours.run(proto(DOUBLE), [{"x": np.ones(1, np.float32)}])
+        np.testing.assert_array_equal(answer.results[0]["y"], [2])
+
+
 def test_an_interrupted_request_is_not_answered_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while the worker computes: its answer must not become that of the next request."""
     x = np.array([2], np.float32)
