@@ -34,6 +34,8 @@ _WHOLE = 1 << 18
 _CIRCLE = 2e-3
 # How far steps of one ramp may differ, for the same reason, to its largest number.
 _STEP = 1e-3
+# Numbers within this part of the largest are one number and noise, which neither a ramp nor waves can be told from.
+_SPREAD = 8 * _STEP
 
 
 def noted(value: ir.Value) -> bool | None:
@@ -94,13 +96,17 @@ def _is_ramp(values: NDArray[np.float64]) -> bool:
             steps = np.diff(ramp, axis=-1)
             if steps.shape[-1] < 2:
                 continue
-            if (np.abs(steps - np.median(steps, -1, keepdims=True)) <= _STEP * np.abs(ramp).max()).all():
+            largest = np.abs(ramp).max()
+            even = (np.abs(steps - np.median(steps, -1, keepdims=True)) <= _STEP * largest).all()
+            if even and (np.abs(ramp[..., -1] - ramp[..., 0]) > _SPREAD * largest).any():
                 return True
     return False
 
 
 def _is_waves(values: NDArray[np.float64]) -> bool:
     """Whether along some axis neighbours, halves, or halves of halves are sine and cosine of something."""
+    if np.ptp(values) <= _SPREAD * np.abs(values).max():
+        return False
     for sums in _pairs(values):
         drawn = sums[sums > 0]  # a row of zeros in front is left out
         if drawn.size and (np.abs(drawn / np.median(drawn) - 1) <= _CIRCLE).mean() >= _DIFFERENT:

@@ -14,7 +14,7 @@ import pytest
 from onnxamp.autodiff.gradients import prepare
 from onnxamp.autodiff.inspection import inspect, kept_bytes
 from onnxamp.autodiff.parameters import classify
-from onnxamp.autodiff.provenance import named
+from onnxamp.autodiff.provenance import looks_learned, named
 from onnxamp.model.types import infer
 from onnxamp.passes.integers import FoldIntegers
 
@@ -261,6 +261,7 @@ RNG = np.random.default_rng(0)
 TABLES = {
     "drawn": (RNG.standard_normal((12, 16)), True),
     "small": (1e-4 * RNG.standard_normal((12, 16)), True),
+    "nearly ones": (1 + 3e-4 * RNG.standard_normal((12, 16)), True),
     "trained sines": (_sines() + 0.05 * RNG.standard_normal((12, 16)), True),
     "sines": (_sines(), False),
     "sines, scaled": (0.25 * _sines(), False),
@@ -287,6 +288,12 @@ def test_a_table_of_positions_is_a_parameter_by_its_numbers(table, learned):
     infer(model)
     found = classify(model)
     assert [p.name for p in (found.trainable if learned else found.unsure)] == ["table"]
+
+
+@pytest.mark.parametrize("count", [16, 4096])
+def test_a_ramp_is_one_however_small_its_steps_are(count):
+    assert not looks_learned(np.linspace(0, 1, count, dtype=np.float32))
+    assert looks_learned((1 + 3e-4 * RNG.standard_normal(16)).astype(np.float32))
 
 
 def test_a_table_of_positions_may_be_cut_to_the_sample():
