@@ -15,7 +15,8 @@ class ValueNumbers:
         node, op: The node that computes it in the second model.
         max_error: Largest absolute difference between finite elements.
         scale: Largest finite magnitude in the first model.
-        snr: Signal to noise ratio in dB; None where there is none: the values are equal, or the first model's are zero throughout.
+        snr: Signal to noise ratio in dB of the finite elements; None where there is none: these are equal, or the first model's are zero
+            throughout.
         nonfinite: Elements that are NaN or infinite on one side only.
         elements: Elements compared.
         clamped: Elements out of the 16-bit range in the first model and finite in the second, as in a mask whose
@@ -35,17 +36,19 @@ class ValueNumbers:
 
     @property
     def decibels(self) -> float:
-        """The signal to noise ratio as a number to compare: inf for equal values, -inf where all is noise."""
+        """The signal to noise ratio as a number to compare: inf for equal values, -inf where all is noise or what differs is not finite."""
         if self.snr is not None:
             return self.snr
-        return -math.inf if self.max_error else math.inf
+        return -math.inf if self.max_error or self.nonfinite else math.inf
 
     @property
     def ratio(self) -> str:
         """The signal to noise ratio in words."""
         if self.snr is not None:
             return f"{self.snr:.1f} dB"
-        return "no signal" if self.max_error else "equal"
+        if self.max_error:
+            return "no signal"
+        return "not finite" if self.nonfinite else "equal"
 
 
 @dataclasses.dataclass(frozen=True)

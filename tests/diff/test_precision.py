@@ -327,7 +327,7 @@ def test_numbers_round_where_the_second_model_holds_16_bits() -> None:
     numbers = measured(comparison, comparison.result(), {"x": np.full((1, 8), 1000, np.float32)}).numbers
     assert numbers is not None
     assert numbers.first_divergence == "a"
-    assert {v.name: v.nonfinite for v in numbers.values} == {"a": 8, "y": 8}
+    assert {v.name: (v.nonfinite, v.ratio) for v in numbers.values} == {"a": (8, "not finite"), "y": (8, "not finite")}
 
 
 def test_inputs_are_made_up_until_the_model_runs(tmp_path: pathlib.Path) -> None:
