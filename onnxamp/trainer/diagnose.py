@@ -139,11 +139,11 @@ def chosen_batches(binding: Binding, batch_size: int, rows: int, first: Sequence
         binding: The data.
         batch_size: The most rows of a micro-batch.
         rows: How many rows to take.
-        first: Rows that come before the others.
+        first: Rows that come before the others, some perhaps named twice.
     """
     data = binding.data
     if isinstance(data, Arrays):
-        order = [*first, *np.setdiff1d(np.arange(data.rows), np.array(first, np.int64))][:rows]
+        order = [*dict.fromkeys(first), *np.setdiff1d(np.arange(data.rows), np.array(first, np.int64))][:rows]
         names = list(dict.fromkeys(binding.columns.values()))
         parts = np.array_split(np.array(order, np.int64), -(-len(order) // batch_size) or 1)
         batches = [binding.convert(data.take(names, part)) for part in parts if len(part)]

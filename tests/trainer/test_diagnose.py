@@ -4,7 +4,9 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxamp.trainer.diagnose import diagnose_bundle
+from onnxamp.trainer.batches import bind
+from onnxamp.trainer.data import Field, open_data
+from onnxamp.trainer.diagnose import bad_rows, chosen_batches, diagnose_bundle
 from onnxamp.training import SGD, build
 
 
@@ -26,3 +28,13 @@ def test_a_run_that_has_not_begun_has_the_divisor_of_its_weights(tokens):
     backward = [value for value in fresh.values if value.backward]
     assert backward
     assert fresh.values == begun.values
+
+
+def test_a_row_with_nan_and_infinities_is_taken_once():
+    x = np.arange(12, dtype=np.float32).reshape(6, 2)
+    x[4] = np.nan, np.inf
+    binding = bind(open_data({"x": x}), [Field("x", np.dtype(np.float32), ("batch", 2))])
+    bad = [row for found in bad_rows(binding) for row in found.rows]
+    assert bad == [4, 4]  # named with both
+    (batch,) = chosen_batches(binding, 4, 3, bad)
+    np.testing.assert_array_equal(batch["x"], x[[4, 0, 1]])
