@@ -29,7 +29,7 @@ class Converted:
         calibration: The ranges that it decided with.
         searched: The search that led to it.
         verified: How it compares with `source`.
-        crash: How a program that opens the file on the CPU would end, or empty; `verified` says so itself.
+        others: What to warn of beside the conversion's own warnings.
     """
 
     model: str
@@ -39,12 +39,12 @@ class Converted:
     calibration: Calibration | None = None
     searched: SearchResult | None = None
     verified: Verified | None = None
-    crash: str = ""
+    others: tuple[str, ...] = ()
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a user should change, a sentence each."""
-        return (*self.result.warnings, *([self.crash] if self.crash else []))
+        return (*self.result.warnings, *self.others)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it in JSON types."""

@@ -39,10 +39,11 @@ def check(to: str, given: set[str], io: tuple[str, ...]) -> None:
         )
 
 
-def source(model: str, to: str, io: tuple[str, ...]) -> tuple[ir.Model, tuple[str, ...]]:
-    """What a conversion to the 16-bit type `to` starts from, and its --io: as asked for, else 16-bit inputs and outputs get the type.
+def source(model: str, to: str, io: tuple[str, ...]) -> tuple[ir.Model, tuple[str, ...], str]:
+    """What a conversion to the 16-bit type `to` starts from, its --io, and what to warn of, or nothing.
 
-    Sequences have no place in --io: theirs are fp32.
+    The --io is as asked for, else 16-bit inputs and outputs get the type. Sequences and optionals have no place in it: unless all is kept
+    theirs are fp32, and are named in the warning.
     """
     import glob
 
@@ -54,9 +55,17 @@ def source(model: str, to: str, io: tuple[str, ...]) -> tuple[ir.Model, tuple[st
 
     loaded = load(model)
     ends = (*(value for value in loaded.graph.inputs if not value.is_initializer()), *loaded.graph.outputs)
-    tensors = (value for value in ends if isinstance(value.type, ir.TensorType))
-    low = dict.fromkeys(glob.escape(value.name or "") for value in tensors if value.dtype in LOW)
-    return widen(loaded, keep_io=io == ("keep",)), io or tuple(f"{name}={to}" for name in low)
+    low = [value for value in ends if value.type is not None and value.dtype in LOW]
+    tensors = [value for value in low if isinstance(value.type, ir.TensorType)]
+    types = tuple(f"{name}={to}" for name in dict.fromkeys(glob.escape(value.name or "") for value in tensors))
+    kept = io == ("keep",)
+    others = [] if kept else [f"{value.name} ({value.type})" for value in low if value not in tensors]
+    warning = (
+        f"Of inputs and outputs only tensors become {to}, these become fp32: {', '.join(others)}; --io keep leaves all as they are."
+        if others
+        else ""
+    )
+    return widen(loaded, keep_io=kept), io or types, warning
 
 
 def run(

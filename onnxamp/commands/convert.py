@@ -120,8 +120,9 @@ def command(
     check_outputs(written, report, force, [model, data, calibrate, choices["policy"]])
 
     source: str | ir.Model = model
+    warning = ""
     if to is not None:
-        source, choices["io"] = _widen.source(model, to, choices["io"])
+        source, choices["io"], warning = _widen.source(model, to, choices["io"])
     choices["io"] = choices["io"] or "keep"
     made_up = input_sizes(source, dims) if calibrate is not None or auto or verified else {}
     if headroom is not None:
@@ -144,7 +145,8 @@ def command(
     result.save(path, overwrite=force)
     evidence = compare(source, path, data, made_up) if verified else None
     crash = "" if verified else crash_on_cpu(result.model, path)
-    done = _converted.Converted(model, source, path, result, calibration, searched, evidence, crash)
+    warnings = tuple(text for text in (warning, crash) if text)
+    done = _converted.Converted(model, source, path, result, calibration, searched, evidence, warnings)
     for file in report:
         done.write_report(file)
     done.show(as_json)
