@@ -8,7 +8,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxamp.dtypes import LOW
-from onnxamp.errors import UnsupportedError, one_line
+from onnxamp.errors import RuntimeMissingError, UnsupportedError, one_line
 from onnxamp.evidence.inputs import Sample
 from onnxamp.evidence.sampling import Model
 from onnxamp.model import io
@@ -30,6 +30,9 @@ def run(
 
     Returns:
         Why the file fails, and what to know besides.
+
+    Raises:
+        RuntimeMissingError: The provider does not load in the other process, or fails there.
     """
     problems: list[str] = []
     notes: list[str] = []
@@ -43,6 +46,8 @@ def run(
     answer = worker.shared().run(candidate, [sample], SessionConfig(provider=provider, optimization="all"))
     if answer.note:
         notes.append(answer.note)
+    if answer.kind == RuntimeMissingError.__name__:  # what the machine lacks says nothing of the file
+        raise RuntimeMissingError(answer.error)
     if answer.kind == UnsupportedError.__name__:
         notes.append(f"The file itself was not run, only its emulation: {answer.error}")
     elif answer.error:

@@ -16,7 +16,7 @@ from onnx import numpy_helper, parser
 
 import onnxamp
 from onnxamp.cli import cli
-from onnxamp.errors import DataError, ModelError, UnsupportedError, UsageError
+from onnxamp.errors import DataError, ModelError, RuntimeMissingError, UnsupportedError, UsageError
 from onnxamp.evidence import Tolerance, VerifyResult, verification, verify
 from onnxamp.evidence.calibration import calibrate
 from onnxamp.ort.session import SessionConfig
@@ -274,6 +274,14 @@ def test_sizes_that_the_reference_runs_with_are_looked_for() -> None:
     result = verify(reference, reference, check_file=False)
     assert result.passed
     assert "time=512" in result.data
+
+
+def test_what_the_machine_lacks_is_not_held_against_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The provider works in this process and not in the one that opens the file."""
+    answer = Answer([], "The execution provider failed on the model: no device.", RuntimeMissingError.__name__)
+    monkeypatch.setattr("onnxamp.ort.worker.Worker.run", lambda *arguments: answer)
+    with pytest.raises(RuntimeMissingError, match="no device"):
+        verify(REFERENCE, LOW, SMALL)
 
 
 def test_low_interfaces_and_low_references() -> None:
