@@ -85,7 +85,9 @@ def main() -> None:
         if debug:
             raise
         what = f" ({one_line(problem)})" if str(problem) else ""
-        click.echo(f"Error: The machine ran out of memory{what}; use a smaller model, batch or number of samples.", err=True)
+        click.echo(
+            f"Error: The machine ran out of memory{what}; use a smaller model, batch or number of samples.", err=True
+        )
         sys.exit(5)
     except Exception as problem:  # a defect of ours: the last resort before a traceback
         if debug:

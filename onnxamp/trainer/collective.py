@@ -87,12 +87,14 @@ def of_rank_0(collective: Collective, values: NDArray[np.float64], arenas: Arena
 
 
 def texts(collective: Collective, text: str, arenas: Arenas) -> tuple[str, ...]:
-    """The texts of all ranks, by rank, each cut to a sentence's length; all ranks call this together.
+    """The texts of all ranks, by rank, each cut to a sentence's length (and ending in "…" then); all ranks call this together.
 
     The only exchange that all libraries have is a sum of floats: a byte goes as one, in the rank's own row.
     """
     bytes_ = np.zeros((collective.world_size, _TEXT_BYTES), np.float32)
-    own = text.encode()[:_TEXT_BYTES]
+    own = text.encode()
+    if len(own) > _TEXT_BYTES:
+        own = own[: _TEXT_BYTES - len("…".encode())].decode(errors="ignore").encode() + "…".encode()
     bytes_[collective.rank, : len(own)] = np.frombuffer(own, np.uint8)
     shared = Buffer(bytes_.nbytes, arenas.device, arenas.device_id).view(0, (bytes_.size,), FLOAT)
     shared.write(bytes_.reshape(-1))

@@ -172,7 +172,9 @@ def test_a_search_knows_its_model_and_version_again(
     assert digest(cancels, *samples) != first
 
 
-@pytest.mark.parametrize("problem", [MemoryError, RuntimeError("Failed to allocate memory for requested buffer of size 4")])
+@pytest.mark.parametrize(
+    "problem", [MemoryError, RuntimeError("Failed to allocate memory for requested buffer of size 4")]
+)
 def test_memory_that_runs_out_is_no_verdict_on_a_candidate(
     problem: type[Exception] | Exception,
     cancels: onnx.ModelProto,

@@ -372,7 +372,9 @@ def test_nan_in_what_is_only_looked_at_is_named_by_its_rows(bundle, batches, tmp
     caplog.clear()
     for _ in ("the validation data", "the test data"):  # alike as they are, each is told of
         trainer.evaluate(bad[1])
-    assert [record.getMessage() for record in caplog.records] == [f"The input 'x' holds 1 NaN in row 0 of the data: {said}"] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"The input 'x' holds 1 NaN in row 0 of the data: {said}"
+    ] * 2
     caplog.clear()
     huge = {**batches[0], "x": np.full_like(batches[0]["x"], np.inf)}
     trainer.evaluate(huge)
