@@ -178,19 +178,25 @@ def _role(node: ir.Node, position: int, value: ir.Value, changing: Set[ir.Value]
 def _is_group_constant(node: ir.Node, position: int, value: ir.Value) -> bool:
     """Whether `value` is a scale of ones or a bias of zeros of an InstanceNormalization that is part of a GroupNorm.
 
-    PyTorch's exporters write GroupNorm so, between two Reshapes (left out where they do nothing: one group for each channel), with a
-    Mul and an Add behind it that hold the parameters.
+    PyTorch's exporters write GroupNorm so, between a Reshape to [N, groups, -1] and one back (left out where they do nothing: one group
+    for each channel), with a Mul and an Add behind it that hold the parameters.
     """
     tensor = value.const_value
     if tensor is None or noted(value) or not (tensor.numpy() == (1 if position == 1 else 0)).all():
         return False  # a fresh InstanceNorm that PyTorch's exporter says is one is no part of a GroupNorm
     source, readers = producer(node.inputs[0]), [reader for reader, _ in node.outputs[0].uses()]
     if source is not None and source.op_type == "Reshape" and all(reader.op_type == "Reshape" for reader in readers):
-        return bool(readers)
+        return bool(readers) and _is_by_groups(node)
     scaled = [
         reader.op_type == "Mul" and any(v and _is_channels(reader, v) for v in reader.inputs) for reader in readers
     ]
     return bool(scaled) and all(scaled)
+
+
+def _is_by_groups(node: ir.Node) -> bool:
+    """Whether a normalization between Reshapes has the form of one by groups, [N, groups, -1], and not of images or videos."""
+    value = node.inputs[0]
+    return value is not None and value.shape is not None and len(value.shape) == 3
 
 
 def _is_channels(node: ir.Node, value: ir.Value) -> bool:
@@ -199,7 +205,7 @@ def _is_channels(node: ir.Node, value: ir.Value) -> bool:
     if (
         value.shape is None
         or result is None
-        or len(result) < 3
+        or len(result) < 2
         or len(value.shape) not in (len(result) - 1, len(result))
     ):
         return False
@@ -219,13 +225,21 @@ def _is_each_channel(node: ir.Node, position: int, value: ir.Value) -> bool:
 
 
 def _is_grouped(value: ir.Value | None) -> bool:
-    """Whether `value` is an InstanceNormalization that is part of a GroupNorm, looking through Cast, Reshape and a Mul by the scale."""
+    """Whether `value` is a GroupNorm before its bias, or before its scale too, looking through Cast."""
     node = _producer(value)
-    if node is not None and node.op_type == "Mul":
-        return any(_is_grouped(factor) for factor in node.inputs)
+    if node is None or node.op_type != "Mul":
+        return _is_group_norm(node)
+    factors = zip(node.inputs, reversed(node.inputs), strict=True)
+    return any(
+        scale is not None and _is_channels(node, scale) and _is_group_norm(_producer(one)) for one, scale in factors
+    )
+
+
+def _is_group_norm(node: ir.Node | None) -> bool:
+    """Whether a node is the Reshape behind an InstanceNormalization that is part of a GroupNorm, or that itself."""
     if node is not None and node.op_type == "Reshape":
         node = _producer(node.inputs[0])
-        return node is not None and node.op_type == "InstanceNormalization"
+        return node is not None and node.op_type == "InstanceNormalization" and _is_by_groups(node)
     scale = node.inputs[1] if node is not None and node.op_type == "InstanceNormalization" else None
     return node is not None and scale is not None and _is_group_constant(node, 1, scale)
 

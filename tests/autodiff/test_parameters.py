@@ -164,6 +164,43 @@ def test_a_group_norm_as_exporters_write_it():
     assert [p.name for p in classify(model).trainable] == ["gamma", "beta"]
 
 
+def test_a_group_norm_of_rows_and_channels():
+    """Behind a linear layer: its parameters are vectors, and those of a batch of one row look like the row."""
+    for rows in ("N", "1"):
+        text = f"""g (float[{rows}, 8] x) => (float[{rows}, 8] y)
+            {{ groups = Constant<value = int64[3] {{0, 4, -1}}>() whole = Shape(x) r = Reshape(x, groups)
+              i = InstanceNormalization(r, ones, zeros) back = Reshape(i, whole) m = Mul(back, gamma) y = Add(m, beta) }}"""
+        weights = {"ones": np.ones(4, np.float32), "zeros": np.zeros(4, np.float32), "gamma": np.ones(8, np.float32)}
+        model = ir.from_proto(with_weights(parse(text), **weights, beta=(8,)))
+        infer(model)
+        found = classify(model)
+        assert [p.name for p in found.trainable] == ["gamma", "beta"]
+        assert [p.name for p in found.frozen] == ["ones", "zeros"]
+
+
+def test_a_fresh_instance_norm_of_frames_is_no_group_norm():
+    """A video whose frames are images of their own: only [N, groups, -1] is a form that GroupNorm is written in."""
+    text = """g (float[B, 3, 4, 6, 6] x) => (float[B, 3, 4, 6, 6] y)
+        { frames = Constant<value = int64[4] {-1, 4, 6, 6}>() whole = Shape(x) r = Reshape(x, frames)
+          i = InstanceNormalization(r, ones, zeros) y = Reshape(i, whole) }"""
+    model = ir.from_proto(with_weights(parse(text), ones=np.ones(4, np.float32), zeros=np.zeros(4, np.float32)))
+    infer(model)
+    assert [p.name for p in classify(model).trainable] == ["ones", "zeros"]
+
+
+@pytest.mark.parametrize("depth", [1, 60])
+def test_products_of_a_group_norm_with_itself_are_no_group_norm(depth):
+    """Only the scale of its channels is looked through, so that squares of squares take no time either."""
+    squares = " ".join(f"m{i + 1} = Mul(m{i}, m{i})" for i in range(depth))
+    text = f"""g (float[N, 4, 4] x) => (float[N, 4, 4] y)
+        {{ groups = Constant<value = int64[3] {{0, 2, -1}}>() whole = Shape(x) r = Reshape(x, groups)
+          i = InstanceNormalization(r, ones, zeros) m0 = Reshape(i, whole) {squares} y = Add(m{depth}, c) }}"""
+    proto = with_weights(parse(text), ones=np.ones(2, np.float32), zeros=np.zeros(2, np.float32), c=(4, 1))
+    model = ir.from_proto(proto)
+    infer(model)
+    assert [p.name for p in classify(model).unsure] == ["c"]
+
+
 def test_inspection():
     model = prepare(net())
     found = inspect(model)
