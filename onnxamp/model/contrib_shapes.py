@@ -1,5 +1,5 @@
-"""What onnx-shape-inference does not know: ONNX Runtime's fused operators, which give what they were fused from, and a Loop without
-a condition."""
+"""What onnx-shape-inference does not know: ONNX Runtime's fused operators, which give what they were fused from, QGemm with a
+zero point, and a Loop without a condition."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ def register() -> None:
             registry.register(_DOMAIN, name)(rule)
     for name in _SAME:
         registry.register(_DOMAIN, name)(_as_operand)
+    quantized = registry.get(_DOMAIN, "QGemm", version=1)
+    if quantized is not None:
+        registry.register(_DOMAIN, "QGemm")(functools.partial(_with_zero_point, quantized))
     loop = registry.get("", "Loop", version=1)
     if loop is not None:
         registry.register("", "Loop")(functools.partial(_with_condition, loop))
@@ -42,6 +45,14 @@ def _as_operand(context: ShapeInferenceContext, node: ir.Node) -> None:
     source = node.inputs[0]
     if source is not None and source.dtype is not None:
         context.set_shape_and_dtype(node.outputs[0], source.shape, source.dtype)
+
+
+def _with_zero_point(rule: _Rule, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """The rule of QGemm, which gives floats, though the result has the type of its zero point where there is one."""
+    rule(context, node)
+    zero = node.inputs[8] if len(node.inputs) > 8 else None
+    if zero is not None and zero.dtype is not None:
+        context.set_shape_and_dtype(node.outputs[0], node.outputs[0].shape, zero.dtype)
 
 
 def _with_condition(rule: _Rule, context: ShapeInferenceContext, node: ir.Node) -> None:

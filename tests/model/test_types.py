@@ -93,6 +93,16 @@ def test_contrib_operators_keep_types_flowing() -> None:
     assert kinds["q"] == ir.TensorType(ir.DataType.UINT8)
 
 
+def test_a_quantized_product_has_the_type_of_its_zero_point() -> None:
+    text = """g (int8[2,4] x) => (int8[2,3] y, float[2,3] z) {
+        a = com.microsoft.QGemm(x, s, p, w, s, p, , s, p)  b = com.microsoft.QGemm(x, s, p, w, s, p)
+        y = Identity(a)  z = Identity(b) }"""
+    weights = {"w": np.ones((4, 3), np.int8), "s": np.float32(1), "p": np.int8(0)}
+    got = found(inferred(text, domains=("com.microsoft",), weights=weights))
+    assert got["a"] == (ir.TensorType(ir.DataType.INT8), [2, 3])
+    assert got["b"] == (FLOAT, [2, 3])
+
+
 def test_behind_a_custom_operator_only_declarations_count() -> None:
     text = "g (float[2] x) => (float[2] y) <{}> {{ a = my.Op(x)  b = Relu(a)  y = my.Op(b) }}"
     untyped = inferred(text.format(""), domains=("my",))
