@@ -43,22 +43,11 @@ def input_sizes(model: str | ir.Model, dims: Mapping[str, int]) -> dict[str, int
     if not dims:
         return {}
     from onnxamp.evidence.inputs import model_inputs
-    from onnxamp.model.dimensions import names
     from onnxamp.model.preparation import prepared
-    from onnxamp.model.units import all_values
-    from onnxamp.policy.user import nearest
+    from onnxamp.policy.user import check_dims
 
     ready = prepared(model)
-    found = {
-        name
-        for value in all_values(ready.graph)
-        for dim in value.shape or ()
-        if not isinstance(dim, int) and dim.value is not None
-        for name in (dim.value, *names(dim.value))
-    }
-    for name in dims:
-        if name not in found:
-            raise UsageError(f"The model has no dimension {name!r}{nearest(name, found)}")
+    check_dims(ready.graph, dims)
     own = {dim for item in model_inputs(ready) for dim in item.shape or ()}
     return {name: size for name, size in dims.items() if name in own}
 

@@ -40,12 +40,10 @@ class Sizes:
     Attributes:
         dims: Sizes by name. A name not given is added when first seen: 1 if it then leads a shape, else 64. Expressions of names are
             evaluated.
-        names: The names that were met.
     """
 
     def __init__(self, given: Mapping[str, int] | None = None) -> None:
         self.dims = dict(given or {})
-        self.names: set[str] = set()
 
     def size(self, dim: int | ir.SymbolicDim, axis: int) -> int:
         """The size of a dimension at position `axis` of a shape."""
@@ -56,12 +54,17 @@ class Sizes:
             return default
         for name in names(dim.value):
             self.dims.setdefault(name, default)
-            self.names.add(name)
         return evaluate(dim.value, self.dims, default)
 
     def elements(self, shape: Iterable[int | ir.SymbolicDim]) -> int:
         """The number of elements of a tensor of this shape."""
         return math.prod(self.size(dim, axis) for axis, dim in enumerate(shape))
+
+
+def known(values: Iterable[ir.Value]) -> set[str]:
+    """The names in the shapes of values: those that a size can be given for."""
+    dims = (dim.value for value in values for dim in value.shape or () if not isinstance(dim, int))
+    return {name for dim in dims if dim is not None for name in names(dim)}
 
 
 @functools.lru_cache(maxsize=4096)

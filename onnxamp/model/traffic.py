@@ -26,13 +26,12 @@ class Traffic:
         graph: The model's type graph.
         dims: Sizes of named dimensions. A name not given is added when first seen, graph inputs first: 1 if it then leads a shape, else 64.
             Expressions of names are evaluated.
-        names: The named dimensions of the graph.
     """
 
     def __init__(self, graph: TypeGraph, dims: Mapping[str, int]) -> None:
         self.graph = graph
         self._sizes = dimensions.Sizes(dims)
-        self.dims, self.names = self._sizes.dims, self._sizes.names
+        self.dims = self._sizes.dims
         self._elements: dict[ir.Value, int] = {}
         for value in graph.model.graph.inputs:
             self.elements(value)

@@ -27,7 +27,7 @@ from onnxamp.policy.options import Options, matches
 from onnxamp.policy.pages import title
 from onnxamp.policy.resolve import resolve
 from onnxamp.policy.rules import BINDING, NUMERICAL
-from onnxamp.policy.user import label, nearest, wishes
+from onnxamp.policy.user import check_dims, label, nearest, wishes
 
 __all__ = ["Bytes", "Clamp", "Decision", "NodeDecision", "Options", "Plan", "make_plan"]
 
@@ -290,11 +290,8 @@ def _traffic(graph: TypeGraph, options: Options) -> Traffic:
     Raises:
         UsageError: A size is given for a dimension that the model does not have.
     """
-    model = Traffic(graph, dict(options.dim))
-    for name, _ in options.dim:
-        if name not in model.names:
-            raise UsageError(f"The model has no dimension {name!r}{nearest(name, model.names)}")
-    return model
+    check_dims(graph.model.graph, dict(options.dim))
+    return Traffic(graph, dict(options.dim))
 
 
 def _assign(

@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterator
 import onnx_ir as ir
 
 from onnxamp.errors import UsageError
+from onnxamp.model import dimensions
 from onnxamp.model.signatures import operator_name
-from onnxamp.model.units import TypeGraph, named_bodies
+from onnxamp.model.units import TypeGraph, all_values, named_bodies
 from onnxamp.policy import codes
 from onnxamp.policy.operators import OPERATORS
 from onnxamp.policy.options import Options, matches
@@ -75,6 +76,18 @@ def places(graph: ir.Graph, around: str = "") -> Iterator[tuple[ir.Node, str]]:
         yield node, f"{around}{label(node)}"
         for name, body in named_bodies(node):
             yield from places(body, f"{around}{label(node)}/{name}/")
+
+
+def check_dims(graph: ir.Graph, dims: Collection[str]) -> None:
+    """See that each is the name of a dimension of some value.
+
+    Raises:
+        UsageError: One is not.
+    """
+    found = dimensions.known(all_values(graph)) if dims else set()
+    for name in dims:
+        if name not in found:
+            raise UsageError(f"The model has no dimension {name!r}{nearest(name, found)}")
 
 
 def nearest(name: str, known: Collection[str]) -> str:

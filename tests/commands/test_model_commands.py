@@ -159,6 +159,20 @@ def test_sizes_of_inner_values_are_for_the_traffic_model_alone(case: str, run: R
     assert "batch=2" in out or case == "searched"
 
 
+def test_a_size_is_of_a_name_and_refused_before_the_work(
+    run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proto = parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 20]> g (float[a,8] x, float[b,8] z) => (float[c,8] y)
+        { t = Concat <axis = 0> (x, z) y = Relu(t) }"""
+    )
+    onnx.save(proto, tmp_path / "joined.onnx")
+    monkeypatch.setattr("onnxamp.evidence.calibration.calibrate", None)
+    assert "a + b" in {str(dim) for node in prepared(proto).graph for dim in node.outputs[0].shape or ()}
+    code, _, err = run("convert", "joined.onnx", "--calibrate", "made-up", "--dim", "a + b=5")
+    assert (code, "The model has no dimension 'a + b'" in err) == (2, True)
+
+
 def test_a_widened_file_that_cannot_be_verified_is_reported(run: Run, model: pathlib.Path) -> None:
     np.savez(model.with_name("other.npz"), q=np.zeros((2, 3), np.float32))
     assert run("convert", "net.onnx", "-o", "low.onnx")[0] == 0
