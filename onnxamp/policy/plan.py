@@ -343,10 +343,5 @@ def _clamps(marks: Marks, decisions: dict[Unit, Decision]) -> dict[ir.Value, Cla
 
 
 def _casts_constant(graph: TypeGraph, options: Options, read: Read) -> bool:
-    """With weights that are cast: initializers, except where shape inference looks at them and where they are an output."""
-    return (
-        options.casts_weights
-        and read.value.is_initializer()
-        and read.site is not graph.model.graph
-        and not is_setting(read)
-    )
+    """With weights that are cast: all, except where shape inference looks at them and where they are an output."""
+    return options.casts_weights and read.site is not graph.model.graph and not is_setting(read)

@@ -9,12 +9,14 @@ import onnx_ir as ir
 import pytest
 from onnx import helper
 
+import onnxamp
 from onnxamp.errors import UnsupportedError, UsageError
 from onnxamp.model import io, types
-from onnxamp.model.units import Unit, type_graph
+from onnxamp.model.constants import constant_tensor
+from onnxamp.model.units import Unit, all_nodes, type_graph
 from onnxamp.passes.annotate import AnnotatePass, recorded_plan, refuse_other_options
 from onnxamp.passes.casts import InsertCastsPass
-from onnxamp.passes.constants import ConvertConstantsPass
+from onnxamp.passes.constants import ConvertConstantsPass, float_constants
 from onnxamp.passes.retype import RetypePass
 from onnxamp.policy import codes
 from onnxamp.policy.plan import Clamp, Decision, Options, Plan
@@ -89,14 +91,39 @@ def test_an_unread_precision_is_not_made(weights: str) -> None:
     assert casts == (["x", "a"] if weights == "convert" else ["x", "w", "a"])
 
 
-def test_a_constant_node_is_converted_even_if_weights_are_cast() -> None:
+def test_a_constant_node_takes_the_type_of_its_reader() -> None:
     model = loaded(
         "g (float[2] x) => (float[2] y) { c = Constant <value_floats = [1.0, 2.0]> ()  a = Mul(x, c)  y = Exp(a) }"
     )
-    rewrite(model, planned(model, operators("Mul"), Options(weights="cast")))
+    rewrite(model, planned(model, operators("Mul")))
     node = next(node for node in model.graph if node.op_type == "Constant")
     assert list(node.attributes) == ["value"]
     np.testing.assert_array_equal(node.attributes["value"].as_tensor().numpy(), np.array([1, 2], np.float16))
+
+
+@pytest.mark.parametrize("form", ["value_floats = [0.1, 2.0]", "value = float[2] w {0.1, 2}", None])
+@pytest.mark.parametrize("level", ["OD", "O1"])
+def test_weights_that_are_cast_stay_in_every_form(form: str | None, level: str) -> None:
+    weight, node = ("<float[2] w = {0.1, 2}>", "") if form is None else ("", f"w = Constant <{form}> () ")
+    source = loaded(
+        f"g (float[2] x, bool b) => (float y, float z) {weight} {{ {node} y = MatMul(x, w)\n"
+        "z = If (b) <then_branch = t () => (float u) { u = MatMul(w, w) },"
+        " else_branch = e () => (float v) { c = Constant <value_floats = [0.1, 3.0]> () v = MatMul(x, c) }> }"
+    )
+    result = onnxamp.convert(source, level=level)
+    assert result.summary.heavy == (3, 3)
+    assert result.summary.weights == (16, 16)
+    casts = [
+        node.inputs[0].name
+        for node in all_nodes(result.model.graph)
+        if node.op_type == "Cast" and node.inputs[0] is not None and node.metadata_props["onnxamp.cast"] == "low"
+    ]
+    assert sorted(casts) == ["c", "w", "x"]
+    back = {value.name: constant_tensor(value) for value in float_constants(onnxamp.widen(result.model).graph)}
+    assert {name: tensor.numpy().tolist() for name, tensor in back.items() if tensor is not None} == {
+        "w": np.array([0.1, 2], np.float32).tolist(),
+        "c": np.array([0.1, 3], np.float32).tolist(),
+    }
 
 
 @pytest.mark.parametrize("both", [False, True])
