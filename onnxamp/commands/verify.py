@@ -131,6 +131,8 @@ def show_all(candidates: Sequence[str], results: Sequence[VerifyResult]) -> None
 
 def _summaries(candidates: Sequence[str], results: Sequence[VerifyResult]) -> list[list[float | str | int | None]]:
     """One row a candidate: its worst output in each measure, and the sample of the output that is worst."""
+    import math
+
     from onnxamp.evidence.metrics import worst_of
 
     rows: list[list[float | str | int | None]] = []
@@ -140,7 +142,7 @@ def _summaries(candidates: Sequence[str], results: Sequence[VerifyResult]) -> li
             rows.append([name, verdict, result.precision, *[None] * 7])
             continue
         worst = worst_of(output.worst for output in result.outputs)
-        lowest = min(result.outputs, key=lambda output: (not output.missed, output.worst.snr))
+        lowest = min(result.outputs, key=lambda each: (not each.missed, not math.isnan(each.worst.snr), each.worst.snr))
         cosine, snr, _, relative = _cells(worst)
         unequal = worst.mismatches - worst.ties
         rows.append(

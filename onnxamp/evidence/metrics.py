@@ -20,6 +20,8 @@ Array = npt.NDArray[Any]
 class Difference:
     """The candidate's values against the reference's; float measures are over elements that are finite in both.
 
+    Where no element is finite in both and the two differ, these are over nothing: NaN, which misses every bound.
+
     Attributes:
         elements: Number of elements.
         max_abs: max |r − c|.
@@ -129,6 +131,8 @@ def _compare(reference: Array, candidate: Array) -> Difference:
         lost = int(np.count_nonzero(fine_c & ~fine_r)) + int(np.count_nonzero(np.isinf(c) & np.isnan(r)))
         both = fine_r & fine_c
         rf, cf = r[both], c[both]
+        if not rf.size and nan + inf + lost:
+            return Difference(r.size, *[math.nan] * 4, top1=_top1(r, c), nan=nan, inf=inf, lost=lost)
     else:
         rf, cf = np.ravel(r), np.ravel(c)
     error = rf - cf
@@ -170,7 +174,9 @@ def _snr(r: Array, error: Array) -> float:
 def _top1(r: Array, c: Array) -> float | None:
     if r.ndim < 2 or r.shape[-1] < 2 or not r.size:
         return None
-    return float(np.mean(r.argmax(-1) == c.argmax(-1)))
+    # The largest of a row with a NaN is that: no match for a row without.
+    same = (r.argmax(-1) == c.argmax(-1)) & (np.isnan(r).any(-1) == np.isnan(c).any(-1))
+    return float(np.mean(same))
 
 
 def _kl(reference: Array, candidate: Array) -> float | None:
@@ -204,10 +210,10 @@ def worse(a: Difference, b: Difference) -> Difference:
     diverged = [part.kl for part in (a, b) if part.kl is not None]
     return Difference(
         elements=a.elements + b.elements,
-        max_abs=max(a.max_abs, b.max_abs),
-        max_rel=max(a.max_rel, b.max_rel),
-        cosine=min(a.cosine, b.cosine),
-        snr=min(a.snr, b.snr),
+        max_abs=float(np.maximum(a.max_abs, b.max_abs)),  # numpy's pass NaN on
+        max_rel=float(np.maximum(a.max_rel, b.max_rel)),
+        cosine=float(np.minimum(a.cosine, b.cosine)),
+        snr=float(np.minimum(a.snr, b.snr)),
         nan=a.nan + b.nan,
         inf=a.inf + b.inf,
         lost=a.lost + b.lost,

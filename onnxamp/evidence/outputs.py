@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import onnx_ir as ir
@@ -59,7 +60,7 @@ class Comparison:
             if found.mismatches:
                 found = dataclasses.replace(found, ties=self._ties(name, feeds, found.mismatches))
             missed = self.tolerance.missed(found)
-            rank = (-len(missed), found.snr if found.snr == found.snr else 0.0, -float(found.mismatches))
+            rank = (-len(missed), found.snr if found.snr == found.snr else -math.inf, -float(found.mismatches))
             if name not in self._worst or rank < self._sample[name][0]:
                 self._sample[name] = (rank, self.count)
                 self._feeds[name] = feeds

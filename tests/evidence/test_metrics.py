@@ -70,6 +70,21 @@ def test_extremes(reference: list[float], candidate: list[float], cosine: float,
     assert found.max_rel == pytest.approx(max_rel)
 
 
+@pytest.mark.parametrize(
+    ("reference", "candidate"), [([1, 2], [NAN, NAN]), ([INF, NAN], [1, 2]), ([1, NAN], [INF, NAN])]
+)
+def test_measures_over_no_element_are_met_by_nothing(reference: list[float], candidate: list[float]) -> None:
+    found = difference(np.array([reference], np.float32), np.array([candidate], np.float32))
+    measures = ("cosine", "snr", "max_abs", "max_rel")
+    assert all(math.isnan(getattr(found, name)) for name in measures)
+    assert not found.exact
+    bounds = Tolerance(cosine=-1, snr=-1e9, max_abs=1e9, max_rel=1e9, nonfinite=None)
+    assert [text.split()[0] for text in bounds.missed(found)] == ["cosine", "snr", "max_abs", "max_rel"]
+    fine = difference(np.ones((1, 2)), np.ones((1, 2)))
+    for worst in (worse(found, fine), worse(fine, found)):
+        assert all(math.isnan(getattr(worst, name)) for name in measures)
+
+
 def test_discrete_and_nested_results() -> None:
     assert difference(np.array([1, 2, 3]), np.array([1, 0, 0])).mismatches == 2
     assert difference(np.array(["a", "b"], object), np.array(["a", "c"], object)).mismatches == 1

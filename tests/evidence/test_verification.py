@@ -125,6 +125,28 @@ def test_clamped_masks_are_not_blamed() -> None:
     assert result.divergence.snr > 20
 
 
+def test_an_output_without_a_finite_element_never_passes_for_a_good_one(tmp_path: pathlib.Path) -> None:
+    reference = proto("g (float[2,4] x) => (float[2,4] y, float[2,4] z) { y = Relu(x)  z = Mul(x, x) }")
+    broken = proto("""g (float[2,4] x) => (float[2,4] y, float[2,4] z)
+        { y = Relu(x)  zero = Constant<value_float = 0.0>()  d = Mul(x, zero)  z = Div(d, d) }""")
+    result = check(reference, broken, SMALL, {"nonfinite": None})
+    assert not result.passed
+    z = result.outputs[1]
+    assert z.missed == ("cosine nan < 0.99999", "snr nan < 60")
+    paths = [str(tmp_path / name) for name in ("a.onnx", "b.onnx", "c.onnx", "data.npz")]
+    onnx.save(reference, paths[0])
+    onnx.save(broken, paths[1])
+    onnx.save(reference, paths[2])
+    np.savez(paths[3], **SMALL)
+    arguments = ["verify", *paths[:3], "--data", paths[3], "--tolerance", "nonfinite=none"]
+    told = CliRunner().invoke(cli, [*arguments, "--json"], catch_exceptions=False, standalone_mode=False)
+    assert told.return_value == 1
+    worst = json.loads(told.output)["candidates"][0]["outputs"][1]["worst"]
+    assert [worst[name] for name in ("cosine", "snr", "max_abs", "max_rel", "top1")] == ["nan"] * 4 + [0.0]
+    row = next(line for line in CliRunner().invoke(cli, arguments).output.splitlines() if line.startswith(paths[1]))
+    assert row.split()[1:7] == ["failed", "fp32", "nan", "nan", "nan", "8"]
+
+
 def test_tolerance_decides() -> None:
     assert not check(REFERENCE, LOW, SMALL, {"snr": 120}).passed
     result = check(REFERENCE, LOW, SMALL, {"snr": 120})
