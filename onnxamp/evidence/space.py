@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from onnxamp.dtypes import BY_IR
 from onnxamp.errors import UsageError
+from onnxamp.model.tensors import ConvertedTensor
 from onnxamp.model.traffic import Traffic
 from onnxamp.model.units import TypeGraph
 from onnxamp.passes.emulate import moves_data
@@ -132,26 +133,27 @@ class Space:
         )
 
     def rounded_weights(self) -> ir.Model:
-        """The model with every constant rounded that some 16-bit unit of O2's plan reads; all types stay."""
+        """The model with every constant as O2's 16-bit units read it, rounded and those of masks clamped; all types stay."""
         low = {
             read.value.name
             for unit, decision in self.base.decisions.items()
             if decision.precision != "fp32"
             for read in unit.reads
         }
+        limits = {value.name: clamp.limit for value, clamp in self.base.clamped.items()}
         model = self.graph.model.clone()
         for graph in model.graphs():
             for value in graph.initializers.values():
                 if value.name in low and value.dtype == ir.DataType.FLOAT and value.const_value is not None:
-                    value.const_value = self._rounded(value.const_value)
+                    value.const_value = self._rounded(value.const_value, limits.get(value.name))
             for node in graph:
                 attribute = node.attributes.get("value") if node.op_type == "Constant" else None
                 if attribute is None or node.outputs[0].name not in low or attribute.value.dtype != ir.DataType.FLOAT:
                     continue
-                node.attributes["value"] = ir.AttrTensor("value", self._rounded(attribute.value))
+                limit = limits.get(node.outputs[0].name)
+                node.attributes["value"] = ir.AttrTensor("value", self._rounded(attribute.value, limit))
         return model
 
-    def _rounded(self, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-        array = tensor.numpy()
-        with np.errstate(over="ignore"):
-            return ir.Tensor(array.astype(self.options.low.numpy).astype(array.dtype), name=tensor.name)
+    def _rounded(self, tensor: ir.TensorProtocol, limit: float | None) -> ir.TensorProtocol:
+        low = ConvertedTensor(tensor, self.options.low, limit).numpy()
+        return ir.Tensor(low.astype(np.float32), name=tensor.name)

@@ -4,11 +4,12 @@ Rules:
 
 1. The model computes as before; its outputs are replaced by the readings.
 2. Every node with an fp32 tensor result that a plan makes 16-bit gets a twin. The twin reads the exact operands, rounded to the
-   16-bit type where the plan reads them so, and its result is rounded likewise (unless it only moves data).
+   16-bit type where the plan reads them so (the constant of a mask is clamped before, as a conversion does), and its result is
+   rounded likewise (unless it only moves data).
 3. Readings for a result y and its twin y': the sums of squares ``Σ y²`` and ``Σ (y' - y)²``, and the number of elements. Overflow of
    the twin makes the second infinite or NaN.
-4. Nodes with bodies, and nodes that draw random numbers, get no twin. Results that carry a mask are compared above the type's lowest
-   number: a conversion clamps masks there.
+4. Nodes with bodies, and nodes that draw random numbers, get no twin. Results that carry a mask are compared above the number that a
+   conversion clamps masks to.
 5. Inside a body the twin stands in the body, and the readings are added up over all its runs (`onnxamp.passes.lift`). Where that is
    not to be had (SequenceMap, below opset 11), there is no reading.
 """
@@ -21,8 +22,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.dtypes import FloatType
-from onnxamp.model.constants import add_initializer
+from onnxamp.model.constants import add_initializer, constant_tensor
 from onnxamp.model.signatures import operator_name
+from onnxamp.model.tensors import ConvertedTensor
 from onnxamp.model.units import all_nodes, bodies
 from onnxamp.passes.append import Appender
 from onnxamp.passes.emulate import moves_data
@@ -125,7 +127,9 @@ class _Instrument:
             return None
         low = {read.index for unit in units for read in unit.reads if read.site is original}
         operands = [
-            self.round(graph, value) if index in low and value is not None and _is_fp32(value) else value
+            self.rounded_operand(graph, original.inputs[index], value)
+            if index in low and value is not None and _is_fp32(value)
+            else value
             for index, value in enumerate(node.inputs)
         ]
         twin = ir.Node(
@@ -146,6 +150,17 @@ class _Instrument:
         graph.append(twin)
         return twin
 
+    def rounded_operand(self, graph: ir.Graph, original: ir.Value | None, value: ir.Value) -> ir.Value:
+        """What a 16-bit reader of `value` gets: the constant of a mask is clamped first, or an infinity times 0 would be NaN."""
+        clamp = self.plan.clamped.get(original) if original is not None else None
+        tensor = constant_tensor(original) if clamp is not None and original is not None else None
+        if clamp is None or tensor is None:
+            return self.round(graph, value)
+        if (self.graph, value) not in self.rounded:
+            low = ConvertedTensor(tensor, self.low, clamp.limit).numpy().astype(np.float32)
+            self.rounded[self.graph, value] = add_initializer(self.graph, self.append.name(), low)
+        return self.rounded[self.graph, value]
+
     def round(self, graph: ir.Graph, value: ir.Value) -> ir.Value:
         """`value` to 16 bits and back, where `graph` sees it."""
         if (graph, value) not in self.rounded:
@@ -158,10 +173,11 @@ class _Instrument:
         return self.append.node(graph, "ReduceSumSquare", [value], FLOAT, keepdims=0)
 
     def difference(self, graph: ir.Graph, twin: ir.Value, value: ir.Value, masked: bool) -> ir.Value:
-        """The twin's error; of a mask, above the lowest number of the type."""
+        """The twin's error; of a mask, above the number that a conversion clamps masks to."""
         if masked:
             if self.floor is None:
-                self.floor = add_initializer(self.graph, self.append.name(), np.array([-self.low.max], np.float32))
+                floor = -max(clamp.limit for clamp in self.plan.clamped.values())
+                self.floor = add_initializer(self.graph, self.append.name(), np.array([floor], np.float32))
             twin, value = (self.append.node(graph, "Max", [side, self.floor], FLOAT) for side in (twin, value))
         return self.append.node(graph, "Sub", [twin, value], FLOAT)
 

@@ -113,6 +113,27 @@ def test_an_island_that_no_sample_ran_is_not_lowered(in_a_loop: onnx.ModelProto,
     assert precisions(found)["lsm"] == "fp32"
 
 
+def test_the_constant_of_a_mask_is_clamped_wherever_it_is_rounded(samples: Samples) -> None:
+    # 1 - m times -1e9, as exporters write attention masks: in fp16 without the clamp, 0 times infinity is NaN.
+    model = proto(
+        """g (float[8,32] x, float[8,32] m) => (float[8,32] y)
+        { [l1] a = MatMul(x, w1)  [flip] f = Sub(one, m)  [mask] n = Mul(f, far)  [add] s = Add(a, n)
+          [soft] p = Softmax<axis = -1>(s)  [l2] y = MatMul(p, w2) }""",
+        w1=weights(32, 32),
+        w2=weights(32, 32),
+        one=np.float32(1),
+        far=np.float32(-1e9),
+    )
+    mask = (np.arange(32) < 20).astype(np.float32)[None].repeat(8, 0)
+    found = search(model, Options(), Tolerance(cosine=1 - 1e-9), [sample | {"m": mask} for sample in samples])
+    assert found.weights is not None
+    assert found.weights.result.worst.nonfinite == 0
+    assert found.weights.result.worst.cosine > 0.999999
+    ranking = {item.node: item for item in found.ranking}
+    assert ranking["mask"].local < 1e-6
+    assert "mask" not in found.best.raised
+
+
 def test_infeasible_is_said_with_the_figure(islands: onnx.ModelProto, samples: Samples) -> None:
     """A 16-bit interface rounds whatever the nodes do: nothing that the search may turn gives 100 dB."""
     found = search(islands, Options(level="O2", io="low"), Tolerance(snr=100), samples)
