@@ -73,6 +73,7 @@ def command(
     from onnxamp.commands._options import check_outputs
     from onnxamp.errors import UsageError
     from onnxamp.trainer import export
+    from onnxamp.trainer.adapter import check_adapters, write_adapter
     from onnxamp.trainer.run import Run
 
     if output is None and state_dict is None and adapter is None:
@@ -85,6 +86,10 @@ def command(
         raise UsageError("--int8 starts from FP32 parameters: leave --level out.")
     check_outputs([path for path in (output, state_dict, adapter) if path], [], force, [data])
     trained = export.load_trained(run, checkpoint)
+    # Before any file is written.
+    names = export.framework_names(Run.open(run), trained) if state_dict is not None else None
+    if adapter is not None:
+        check_adapters(trained)
     if output is not None:
         if int8:
             with tempfile.TemporaryDirectory(prefix="onnxamp-") as folder:
@@ -95,16 +100,14 @@ def command(
             trained.export(output, level, dtype, weights=weights, target=target, overwrite=force)
         form = "INT8" if int8 else "FP32" if level == "O0" else f"{level} {dtype}"
         click.echo(f"{output}: {form}, {Path(output).stat().st_size:,} bytes")
-    if state_dict is not None:
-        names, parted = export.write_state_dict(Run.open(run), trained, Path(state_dict), weights)
+    if state_dict is not None and names is not None:
+        parted = export.write_state_dict(names, trained, Path(state_dict), weights)
         click.echo(f"{state_dict}: {len(names.tensors)} tensors trained")
         for text in parted:
             click.echo(f"warning: {text}")
         if names.absent:
             click.echo(f"copied from {names.original}: {', '.join(names.absent)}")
     if adapter is not None:
-        from onnxamp.trainer.adapter import write_adapter
-
         count = write_adapter(trained, Path(adapter), weights)
         click.echo(f"{adapter}: {count} tensors, {Path(adapter).stat().st_size:,} bytes")
     return 0

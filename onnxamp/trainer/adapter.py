@@ -24,6 +24,16 @@ _KEY = "onnxamp.adapters"
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}
 
 
+def check_adapters(trained: Trained) -> None:
+    """See that there is something to write.
+
+    Raises:
+        UsageError: The bundle has no adapters.
+    """
+    if not trained.bundle.manifest.adapters:
+        raise UsageError("This run has no adapters: build it with --lora rank=8,alpha=16,target=PATTERN.")
+
+
 def write_adapter(trained: Trained, path: Path, weights: str = "master") -> int:
     """Write everything that was trained as safetensors: A and B of each weight, and what `trainable` added; returns the number of tensors.
 
@@ -33,11 +43,9 @@ def write_adapter(trained: Trained, path: Path, weights: str = "master") -> int:
         UsageError: The bundle has no adapters, or no such weights.
         RuntimeMissingError: The file cannot be written.
     """
-    adapters = trained.bundle.manifest.adapters
-    if not adapters:
-        raise UsageError("This run has no adapters: build it with --lora rank=8,alpha=16,target=PATTERN.")
+    check_adapters(trained)
     values = trained.values(weights)
-    text = json.dumps([dataclasses.asdict(adapter) for adapter in adapters])
+    text = json.dumps([dataclasses.asdict(adapter) for adapter in trained.bundle.manifest.adapters])
     try:
         with atomic(path) as file:
             file.write(safetensors.numpy.save(values, {_KEY: text}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -83,16 +84,12 @@ def quantized(source: Path, target: Path, data: object, columns: Mapping[str, st
     quantize(source, target, (batch for batch, _ in zip(batches.epoch(), range(limit), strict=False)))
 
 
-def write_state_dict(
-    run: Run, trained: Trained, path: Path, weights: str = "master"
-) -> tuple[state_dict.Names, tuple[str, ...]]:
-    """Write the trained parameters under the framework's names.
-
-    Returns:
-        The match, and which tensors of it are no longer equal, a sentence each.
+def framework_names(run: Run, trained: Trained) -> state_dict.Names:
+    """Which parameter is which tensor of the framework, if a state dict of them is the model that was trained.
 
     Raises:
         UsageError: The run was begun without `--like`.
+        ModelError: The state dict that it was begun with is gone.
         DataError: A tensor that was trained is none of the framework's: without it, it would be another model.
     """
     if not run.names_path.is_file():
@@ -100,23 +97,29 @@ def write_state_dict(
             f"{run.folder} does not know the framework's names: begin the run with --like original.safetensors."
         )
     names = state_dict.Names.load(run.names_path)
-    model = trained.model(weights=weights)
+    if not os.path.isfile(names.original):
+        raise ModelError(f"{names.original}, which {run.folder} was begun with, is gone: put it back.")
     matched = {inner for inner, _ in names.tensors.values()}
     own = [tensor.name for tensor in trained.bundle.manifest.tensors_in("master") if tensor.name not in matched]
-    if lacking := sorted(
-        weights_of(model, own)
-    ):  # adapters are none of the model's: they are merged into what is matched
-        twin = next((group for group in names.copies if lacking[0] in group), None)
-        if twin is not None:
-            other = next(name for name in twin if name in matched)
-            raise DataError(
-                f"{lacking[0]} of {run.folder} trained apart from {other}, which it equalled, and {names.original} has one tensor for "
-                f"both: export the ONNX model with -o. {ONCE}, and train that."
-            )
+    # Adapters are none of the model's: they are merged into what is matched.
+    lacking = sorted(weights_of(trained.bundle.model, own))
+    if not lacking:
+        return names
+    twin = next((group for group in names.copies if lacking[0] in group), None)
+    if twin is not None:
+        other = next(name for name in twin if name in matched)
         raise DataError(
-            f"{few(lacking, 3)} of {run.folder} trained and equalled no tensor of {names.original}: export the ONNX model with -o, or "
-            f"train with --frozen {lacking[0]}."
+            f"{lacking[0]} of {run.folder} trained apart from {other}, which it equalled, and {names.original} has one tensor for "
+            f"both: export the ONNX model with -o. {ONCE}, and train that."
         )
-    parameters = state_dict.initializers(model)
+    raise DataError(
+        f"{few(lacking, 3)} of {run.folder} trained and equalled no tensor of {names.original}: export the ONNX model with -o, or "
+        f"train with {' '.join(f'--frozen {shlex.quote(name)}' for name in lacking)}."
+    )
+
+
+def write_state_dict(names: state_dict.Names, trained: Trained, path: Path, weights: str = "master") -> tuple[str, ...]:
+    """Write the trained parameters under the framework's names; which tensors are no longer equal, a sentence each."""
+    parameters = state_dict.initializers(trained.model(weights=weights))
     state_dict.export(names, parameters, path)
-    return names, names.parted(parameters)
+    return names.parted(parameters)

@@ -147,9 +147,18 @@ def test_a_state_dict_is_the_model_that_was_trained(call, tmp_path):
     np.testing.assert_allclose(found, net(images).detach().numpy(), rtol=1e-4, atol=1e-5)
     code, *_ = call(*trained, "--trainable", "*", "-o", tmp_path / "all")
     assert code == 0
-    code, _, err = call("export", tmp_path / "all", "--state-dict", tmp_path / "a.safetensors")
+    written = ("--state-dict", tmp_path / "a.safetensors", "-o", tmp_path / "a.onnx")
+    code, _, err = call("export", tmp_path / "all", *written)
     assert (code, "equalled no tensor of" in err) == (3, True)
+    lacking = err.partition(" of ")[0].removeprefix("Error: ").split(", ")
+    assert lacking
+    assert err.endswith(f"or train with {' '.join(f'--frozen {name}' for name in lacking)}.\n")
+    assert call("export", tmp_path / "run", "--adapter", tmp_path / "a.safetensors", *written[2:])[0] == 2
+    (tmp_path / "o.safetensors").unlink()
+    code, _, err = call("export", tmp_path / "run", *written)
+    assert (code, "o.safetensors, which" in err) == (3, True)
     assert not (tmp_path / "a.safetensors").exists()
+    assert not (tmp_path / "a.onnx").exists()  # a command that fails leaves nothing
 
 
 class Tied(torch.nn.Module):
