@@ -52,7 +52,10 @@ if TYPE_CHECKING:
 @click.option("--lower", multiple=True, metavar="PATTERN", help="Nodes that become 16-bit where that is legal.")
 @click.option("--lower-op", multiple=True, metavar="OP", help="Operators that become 16-bit where that is legal.")
 @click.option(
-    "--dim", multiple=True, metavar="NAME=N", help="Size of a free dimension, for the traffic model and --verify."
+    "--dim",
+    multiple=True,
+    metavar="NAME=N",
+    help="Size of a free dimension, for the traffic model and for inputs that --verify, --calibrate and --auto make up.",
 )
 @click.option("--policy", type=click.Path(dir_okay=False), help="Decisions from a policy file (TOML).")
 @click.option("--plan-only", is_flag=True, help="Write the decision for every node as a policy file; convert nothing.")
