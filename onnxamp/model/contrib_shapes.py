@@ -21,6 +21,8 @@ _LIKE = {
 }
 _LIKE |= dict.fromkeys(("ComplexMul", "ComplexMulConj"), ("Add", 14))
 _SAME = ("BiasDropout", "Inverse")
+# An end from here on means "to the end": TensorFlow's exporters write 10**9, others the largest integer.
+_FAR = 10**9
 
 
 @functools.cache
@@ -39,6 +41,10 @@ def register() -> None:
     loop = registry.get("", "Loop", version=1)
     if loop is not None:
         registry.register("", "Loop")(functools.partial(_with_condition, loop))
+    for version in (10, 11, 13):
+        cut = registry.get("", "Slice", version=version)
+        if cut is not None:
+            registry.register("", "Slice", since_version=version)(functools.partial(_within, cut))
 
 
 def _as_operand(context: ShapeInferenceContext, node: ir.Node) -> None:
@@ -65,3 +71,35 @@ def _with_condition(rule: _Rule, context: ShapeInferenceContext, node: ir.Node) 
         rule(context, node)
     finally:
         node.replace_input_with(1, None)
+
+
+def _within(rule: _Rule, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """The rule of Slice, which takes every end for one that an axis of unknown length has; here nothing is longer than that axis.
+
+    A single element is taken for one that the axis has.
+    """
+    rule(context, node)
+    data, result = node.inputs[0], node.outputs[0].shape
+    starts, ends, axes, steps = (_integers(node, place) for place in range(1, 5))
+    if data is None or data.shape is None or data.dtype is None or result is None or starts is None or ends is None:
+        return
+    axes = range(len(starts)) if len(node.inputs) < 4 or node.inputs[3] is None else axes
+    steps = [1] * len(starts) if len(node.inputs) < 5 or node.inputs[4] is None else steps
+    if axes is None or steps is None:
+        return
+    dims = list(result.dims)
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        whole = data.shape[axis]
+        if isinstance(dims[axis], int) and not isinstance(whole, int) and whole.value is not None and dims[axis] > 1:
+            # here the rule saw 0 <= start < end and a step above 0
+            limit = whole.value if end >= _FAR else f"Min({end}, {whole.value})"
+            length = ir.SymbolicDim(f"Max(0, {limit} - {start})" if start else limit)
+            dims[axis] = length if step == 1 else -((-length) // step)
+    context.set_shape_and_dtype(node.outputs[0], ir.Shape(dims), data.dtype)
+
+
+def _integers(node: ir.Node, place: int) -> list[int] | None:
+    """The numbers of a constant operand; None for one that is computed or absent."""
+    value = node.inputs[place] if place < len(node.inputs) else None
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return [int(number) for number in tensor.numpy().reshape(-1)] if tensor is not None else None

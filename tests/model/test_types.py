@@ -6,7 +6,7 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
-from onnxamp.model import io, types
+from onnxamp.model import dimensions, io, types
 from onnxamp.model.units import all_nodes, type_graph
 
 FLOAT, INT64 = ir.TensorType(ir.DataType.FLOAT), ir.TensorType(ir.DataType.INT64)
@@ -237,3 +237,17 @@ def test_a_type_that_the_operator_cannot_give_is_none() -> None:
     kinds = {value.name: value.dtype for node in loaded.graph for value in node.outputs}
     assert kinds == {"a": None, "b": ir.DataType.FLOAT, "y": ir.DataType.FLOAT}
     onnx.checker.check_model(io.to_proto(loaded), full_check=True)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "step"),
+    [(0, 10**9, 1), (0, 2**31 - 1, 1), (0, 10, 1), (5, 10, 1), (3, 10**9, 2), (0, 512, 4), (1, 2**63 - 1, 1)],
+)
+def test_a_slice_is_never_longer_than_its_axis(start: int, end: int, step: int) -> None:
+    numbers = f"int64[1] s = {{{start}}}, int64[1] e = {{{end}}}, int64[1] k = {{1}}, int64[1] t = {{{step}}}"
+    model = inferred(f"g (float[n,seq,4] x) => (float[a,b,c] z) <{numbers}> {{ y = Slice(x, s, e, k, t) z = Relu(y) }}")
+    _, shape = found(model)["y"]
+    assert shape is not None
+    for length in (6, 64, 1000):
+        want = len(range(length)[start:end:step])
+        assert dimensions.Sizes({"seq": length}).size(ir.SymbolicDim(shape[1]), 1) == want
