@@ -46,8 +46,10 @@ def _bounds(wanted: Asked) -> list[str]:
     from onnxamp.evidence.tolerance import Tolerance
 
     asked = wanted.tolerance.to_dict().items() - Tolerance().to_dict().items()
-    bounds = [f"{name} {'≥' if name in ('cosine', 'snr', 'top1') else '≤'} {value:g}" for name, value in sorted(asked)]
-    return bounds + ([f"metric ≥ {wanted.least:g}"] if wanted.metric is not None else [])
+    bounds = [
+        f"{name} {'≥' if name in ('cosine', 'snr', 'top1') else '≤'} {value:.12g}" for name, value in sorted(asked)
+    ]
+    return bounds + ([f"metric ≥ {wanted.least:.12g}"] if wanted.metric is not None else [])
 
 
 def _note(found: SearchResult) -> Note:

@@ -116,6 +116,8 @@ def show_all(candidates: Sequence[str], results: Sequence[VerifyResult]) -> None
         for row in _summaries(candidates, results)
     ]
     console.show(console.grid(list(_ALL_COLUMNS), rows, right=range(3, len(_ALL_COLUMNS))))
+    if notes := dict.fromkeys(text for result in results for text in result.notes):
+        console.show("", *notes)
     for name, result in zip(candidates, results, strict=True):
         if not result.passed:
             console.show("")

@@ -12,12 +12,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp import __version__
-from onnxamp.errors import DataError
+from onnxamp.errors import DataError, UsageError
 from onnxamp.evidence.inputs import Data, cast_sample
 from onnxamp.evidence.metrics import Difference, worst_of
-from onnxamp.evidence.outputs import Comparison
+from onnxamp.evidence.outputs import Comparison, constant_outputs
 from onnxamp.evidence.sampling import Model, choose, path_of
-from onnxamp.evidence.tolerance import Tolerance
+from onnxamp.evidence.tolerance import Tolerance, told
 from onnxamp.model import io
 from onnxamp.model.preparation import prepared
 from onnxamp.ort.session import SessionConfig, open_session, run
@@ -109,12 +109,14 @@ class Evaluator:
             except DataError as problem:
                 raise DataError(f"The reference does not run on {self.source}: {problem}") from problem
             _add(digest, (sample, self._expected[-1]))
+        if score is not None and not (own := float(score(self._expected))) >= least:
+            raise UsageError(
+                f"The model itself, in fp32, has score {told(own, least)}, less than the {least:.12g} asked for: ask for less, or see "
+                "whether metric, data and model belong together."
+            )
         self.digest = digest.hexdigest()
-        self.notes = (
-            (f"Judged on {self.source}: the tolerance is met on those, which says little of real data.",)
-            if self.samples.made_up
-            else ()
-        )
+        made_up = f"Judged on {self.source}: the tolerance is met on those, which says little of real data."
+        self.notes = ((made_up,) if self.samples.made_up else ()) + tuple(constant_outputs(self._expected))
 
     def evaluate(self, candidate: ir.Model) -> Evaluation:
         """Run `candidate`, emulated, on every sample."""
@@ -137,7 +139,7 @@ class Evaluator:
         if self._score is not None:
             score = float(self._score(outputs))
             if not score >= self._least:
-                missed.append(f"score {score:.6g} < {self._least:g}")
+                missed.append(f"score {told(score, self._least)} < {self._least:.12g}")
         total = worst_of(output.worst for output in found) if found else Difference(0)
         return Evaluation(total, tuple(missed), score)
 

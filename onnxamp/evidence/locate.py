@@ -64,7 +64,7 @@ def first_divergence(
     the lowest of all if none is that low). Elements of a mask that was clamped into the range of the 16-bit type, whose
     largest value is `limit`, do not count.
     """
-    needed = _ancestors(reference, outputs)
+    needed = ancestors(reference, outputs)
     pairs = [
         pair for pair in matched(reference, candidate) if pair.node in needed and _is_float(pair.node, pair.reference)
     ]
@@ -117,7 +117,7 @@ def _is_float(node: ir.Node, name: str) -> bool:
     return isinstance(value.type, ir.TensorType) and value.type.dtype.is_floating_point()
 
 
-def _ancestors(model: ir.Model, outputs: Sequence[str]) -> set[ir.Node]:
+def ancestors(model: ir.Model, outputs: Sequence[str]) -> set[ir.Node]:
     """The top-level nodes that the named outputs depend on, captures of bodies included."""
     queue = [value.producer() for value in model.graph.outputs if value.name in outputs]
     found: set[ir.Node] = set()

@@ -132,7 +132,8 @@ def _compare(reference: Array, candidate: Array) -> Difference:
         both = fine_r & fine_c
         rf, cf = r[both], c[both]
         if not rf.size and nan + inf + lost:
-            return Difference(r.size, *[math.nan] * 4, top1=_top1(r, c), nan=nan, inf=inf, lost=lost)
+            measures = dict.fromkeys(("max_abs", "max_rel", "cosine", "snr"), math.nan)
+            return Difference(r.size, **measures, top1=_top1(r, c), nan=nan, inf=inf, lost=lost)  # type: ignore[arg-type]
     else:
         rf, cf = np.ravel(r), np.ravel(c)
     error = rf - cf

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
-from onnxamp.errors import DataError
+from onnxamp.errors import AmpError, DataError
 from onnxamp.evidence.inputs import Sample
-from onnxamp.evidence.metrics import Difference, difference, worse
-from onnxamp.evidence.ties import picking, unexplained
+from onnxamp.evidence.locate import ancestors
+from onnxamp.evidence.metrics import Difference, difference, is_float, worse
+from onnxamp.evidence.ties import picked_by, picking, unexplained
 from onnxamp.evidence.tolerance import Tolerance
 from onnxamp.evidence.values import Fetcher, matched
 from onnxamp.ort.session import SessionConfig
@@ -34,6 +37,28 @@ class OutputResult:
     missed: tuple[str, ...]
 
 
+def constant_outputs(expected: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each float output that is the same number everywhere in all samples: agreement on it says little."""
+    found: dict[str, set[float]] = {}
+    for outputs in expected:
+        for name, value in outputs.items():
+            found.setdefault(name, set()).update(_numbers(value))
+    return [
+        f"Output {name!r} of the reference is {numbers.pop():g} everywhere on these samples: agreement there says little; give samples "
+        "on which it is not."
+        for name, numbers in found.items()
+        if len(numbers) == 1
+    ]
+
+
+def _numbers(value: Any) -> tuple[float, ...]:
+    """The least and the greatest element of a float array of several; of what has no such, two numbers that differ."""
+    if not isinstance(value, np.ndarray) or not is_float(value) or value.size < 2:
+        return (0.0, 1.0)
+    wide = value.astype(np.float64)
+    return (float(wide.min()), float(wide.max())) if np.isfinite(wide).all() else (0.0, 1.0)
+
+
 class Comparison:
     """The differences so far, sample after sample."""
 
@@ -49,9 +74,11 @@ class Comparison:
         self._sample: dict[str, tuple[tuple[float, ...], int]] = {}
         self._missed: dict[str, dict[str, None]] = {}
         self._feeds: dict[str, tuple[Sample, Sample]] = {}
+        self._expected: list[dict[str, Any]] = []
 
     def add(self, feeds: tuple[Sample, Sample], expected: dict[str, Any], got: dict[str, Any]) -> None:
         """Compare the outputs of one sample."""
+        self._expected.append({name: np.array(_numbers(value)) for name, value in expected.items()})
         for name, want in expected.items():
             try:
                 found = difference(want, got[name], with_kl=self.tolerance.kl is not None)
@@ -80,6 +107,10 @@ class Comparison:
             result.append(OutputResult(name, worst, self._sample[name][1], missed))
         return result
 
+    def notes(self) -> list[str]:
+        """What to know of the verdicts: outputs that say little, and ties behind those that fail."""
+        return constant_outputs(self._expected) + list(self._tied())
+
     def failed_feeds(self, name: str) -> tuple[Sample, Sample]:
         """The sample on which output `name` is worst."""
         return self._feeds[name]
@@ -92,11 +123,42 @@ class Comparison:
             return 0
         node = pick.producer()
         assert node is not None
+        found = self._picked(node, pick, feeds)
+        # Scores that are wrong altogether explain nothing.
+        if found is None or self.tolerance.missed(difference(*found[0])):
+            return 0
+        return max(0, mismatches - unexplained(node, *found))
+
+    def _tied(self) -> Iterator[str]:
+        """A sentence for each choice that ties decided otherwise on the way to outputs that fail: these come in another order."""
+        needed = {name: ancestors(self.reference, [name]) for name in self._missed}
+        for node in self.reference.graph:
+            pick = picked_by(node)
+            names = [name for name, nodes in needed.items() if node in nodes]
+            if pick is None or not names:
+                continue
+            try:
+                found = self._picked(node, pick, self._feeds[names[0]])
+            except AmpError:  # inner values that the runtime cannot give
+                continue
+            if found is None or found[1][0].shape != found[1][1].shape:
+                continue
+            unequal = int(np.count_nonzero(found[1][0] != found[1][1]))
+            if unequal and not self.tolerance.missed(difference(*found[0])) and not unexplained(node, *found):
+                yield (
+                    f"{node.op_type} {(node.name or pick.name)!r} chooses {unequal} indices otherwise, all where scores tie, and output "
+                    f"{', '.join(map(repr, names))} follows it: the same results in another order are no defect of the conversion."
+                )
+
+    def _picked(
+        self, node: ir.Node, pick: ir.Value, feeds: tuple[Sample, Sample]
+    ) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:
+        """What an ArgMax, ArgMin or TopK reads and the indices that it gives, each in the reference and in the candidate."""
         pairs = [pair for pair in matched(self.reference, self.judged[1]) if pair.node is node]
         partner = next((pair.partner for pair in pairs), None)
         scores = node.inputs[0]
         if partner is None or partner.inputs[0] is None or scores is None:
-            return 0
+            return None
         names = [
             (scores.name or "", pick.name or ""),
             (partner.inputs[0].name or "", partner.outputs[pick.index() or 0].name or ""),
@@ -105,7 +167,5 @@ class Comparison:
             Fetcher(model, pair, self.config)(sample, pair)
             for model, pair, sample in zip(self.judged, names, feeds, strict=True)
         ]
-        (expected, got), picked = ((values[0][names[0][i]], values[1][names[1][i]]) for i in (0, 1))
-        if self.tolerance.missed(difference(expected, got)):  # scores that are wrong altogether explain nothing
-            return 0
-        return max(0, mismatches - unexplained(node, (expected, got), picked))
+        scored, picked = ((values[0][names[0][i]], values[1][names[1][i]]) for i in (0, 1))
+        return scored, picked

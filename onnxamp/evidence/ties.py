@@ -33,6 +33,12 @@ def picking(value: ir.Value | None) -> ir.Value | None:
     return None
 
 
+def picked_by(node: ir.Node) -> ir.Value | None:
+    """The indices that an ArgMax, ArgMin or TopK gives; None for any other node, or where nothing reads them."""
+    index = _PICKS.get(node.op_type)
+    return node.outputs[index] if index is not None and node.outputs[index].name else None
+
+
 def unexplained(node: ir.Node, scores: tuple[Array, Array], picked: tuple[Array, Array]) -> int:
     """How many unequal indices no tie explains.
 

@@ -14,6 +14,9 @@ from onnxamp.evidence.metrics import Difference
 class Tolerance:
     """Bounds for every output of every sample; None leaves a measure unbounded.
 
+    Raises:
+        UsageError: A bound that the measure cannot reach.
+
     Attributes:
         cosine: Least cosine similarity.
         snr: Least signal-to-noise ratio in dB.
@@ -34,11 +37,18 @@ class Tolerance:
     top1: float | None = None
     kl: float | None = None
 
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            bound = getattr(self, name)
+            if bound is not None and not low <= bound <= high:
+                between = f"between {low:g} and {high:g}" if math.isfinite(high) else f"{low:g} or more"
+                raise UsageError(f"The bound {name}={bound:.12g} says nothing: {name} is {between}.")
+
     def replaced(self, changes: Mapping[str, float | None]) -> Tolerance:
         """These bounds with some replaced.
 
         Raises:
-            UsageError: An unknown measure.
+            UsageError: An unknown measure, or a bound that it cannot reach.
         """
         for name in changes:
             if name not in MEASURES:
@@ -67,11 +77,11 @@ class Tolerance:
         for name, value in least.items():
             bound = getattr(self, name)
             if bound is not None and value is not None and not value >= bound:
-                result.append(f"{name} {value:.6g} < {bound:g}")
+                result.append(f"{name} {told(value, bound)} < {bound:.12g}")
         for name, value in most.items():
             bound = getattr(self, name)
             if bound is not None and value is not None and not value <= bound:
-                result.append(f"{name} {value:.6g} > {bound:g}")
+                result.append(f"{name} {told(value, bound)} > {bound:.12g}")
         return result
 
     def to_dict(self) -> dict[str, float | int | None]:
@@ -79,6 +89,17 @@ class Tolerance:
         return dataclasses.asdict(self)
 
 
+def told(value: float, bound: float) -> str:
+    """`value` with as many digits as put it on its side of `bound`, and no fewer than 6."""
+    texts = (f"{value:.{digits}g}" for digits in (6, 8, 10, 12))
+    side = (value < bound, value > bound)
+    return next((text for text in texts if (float(text) < bound, float(text) > bound) == side), f"{value:.17g}")
+
+
+# What a measure can be.
+_RANGES = {"cosine": (-1, 1), "top1": (0, 1), "integers": (0, 1)} | dict.fromkeys(
+    ("max_abs", "max_rel", "kl", "nonfinite"), (0, math.inf)
+)
 MEASURES = tuple(field.name for field in dataclasses.fields(Tolerance))
 
 # By the least precise float type in the candidate. A bfloat16 value has 8 bits: rounding the weights alone costs
@@ -94,7 +115,7 @@ def parse(entries: Iterable[str]) -> dict[str, float | None]:
     """Bounds from entries such as ``cosine=0.999`` or ``snr=none``; one entry may hold several, with commas between.
 
     Raises:
-        UsageError: An unknown measure, or no number.
+        UsageError: An unknown measure, no number, or one that the measure cannot be.
     """
     changes: dict[str, float | None] = {}
     for entry in (part.strip() for text in entries for part in text.split(",")):
@@ -109,4 +130,5 @@ def parse(entries: Iterable[str]) -> dict[str, float | None]:
             raise UsageError(
                 f"Tolerance {entry!r} is not MEASURE=NUMBER with one of {', '.join(MEASURES)}: write for example cosine=0.999."
             ) from None
+    Tolerance().replaced(changes)
     return changes

@@ -151,7 +151,7 @@ def verify(
         samples=comparison.count,
         data=feeds.source,
         problems=(*ran.problems, *unsound),
-        notes=tuple(notes),
+        notes=(*comparison.notes(), *notes),
         divergence=_divergence(comparison, theirs, outputs, BY_NAME[precision].max),
         rows=ran.rows,
         made_up=feeds.made_up,

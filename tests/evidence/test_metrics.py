@@ -132,6 +132,16 @@ def test_tolerances() -> None:
     assert not Tolerance(nonfinite=None).missed(bad)
 
 
+def test_a_value_beside_its_bound_is_told_from_it() -> None:
+    near = difference(np.array([1.0, 0]), np.array([1.0, 1e-4]))
+    assert Tolerance(cosine=0.9999999999).missed(near) == ["cosine 0.999999995 < 0.9999999999"]
+    assert Tolerance(cosine=1).missed(near) == ["cosine 0.999999995 < 1"]
+    (text,) = Tolerance(max_abs=0.1).missed(difference(np.array([1.0]), np.array([np.nextafter(1.1, 2)])))
+    name, value, sign, bound = text.split()
+    assert (name, sign, bound) == ("max_abs", ">", "0.1")
+    assert float(value) > 0.1
+
+
 def test_tolerances_as_text() -> None:
     assert parse(["cosine=0.99,snr=none", "max_abs=1e-3"]) == {"cosine": 0.99, "snr": None, "max_abs": 1e-3}
     changed = DEFAULTS["fp16"].replaced({"snr": None})
@@ -139,6 +149,21 @@ def test_tolerances_as_text() -> None:
     for entry in ("cosine", "cosine=high", "kosine=1", "=1"):
         with pytest.raises(UsageError, match=r"cosine=0\.999"):
             parse([entry])
+    for entry in (
+        "cosine=1.5",
+        "cosine=-2",
+        "top1=-3",
+        "top1=1.1",
+        "integers=2",
+        "kl=-1",
+        "max_abs=-1e-9",
+        "nonfinite=-1",
+    ):
+        with pytest.raises(UsageError, match=entry.partition("=")[0] + " is "):
+            parse([entry])
+        name, _, number = entry.partition("=")
+        with pytest.raises(UsageError, match=f"{name} is "):
+            Tolerance(**{name: float(number)})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="kosine"):
         DEFAULTS["fp16"].replaced({"kosine": 1})
 

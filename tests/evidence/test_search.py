@@ -228,9 +228,27 @@ def test_a_measure_of_the_users(islands: onnx.ModelProto, samples: Samples) -> N
     found = search(islands, FP16, Tolerance(), samples, score=agreement, least=1.0)
     assert found.feasible
     assert found.best.result.score == 1.0
-    refused = search(islands, FP16, Tolerance(), samples, score=lambda outputs: 0.25, least=0.5, max_evals=4)
-    assert not refused.feasible
-    assert refused.best.result.missed == ("score 0.25 < 0.5",)
+    scores = iter([0.75])  # of the model itself
+    found = search(
+        islands, FP16, Tolerance(), samples, score=lambda outputs: next(scores, 0.25), least=0.5, max_evals=4
+    )
+    assert not found.feasible
+    assert found.best.result.missed == ("score 0.25 < 0.5",)
+
+
+def test_a_score_that_the_model_itself_does_not_reach_is_not_searched_for(
+    islands: onnx.ModelProto, samples: Samples, tmp_path: pathlib.Path
+) -> None:
+    asked = []
+
+    def score(outputs: object) -> float:
+        asked.append(outputs)
+        return 0.4999999999
+
+    with pytest.raises(UsageError, match=r"itself, in fp32, has score 0\.4999999999, less than the 0\.5 asked for"):
+        search(islands, FP16, Tolerance(), samples, score=score, least=0.5, journal=str(tmp_path / "j.jsonl"))
+    assert len(asked) == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("measure", "bound"), [("max_rel", 0.01), ("top1", 0.9), ("kl", 1e-3), ("cosine", 0.999)])
@@ -246,6 +264,14 @@ def test_what_the_user_decided_is_left_alone(islands: onnx.ModelProto, samples: 
     assert precisions(found)["norm"] == precisions(found)["l1"] == "fp32"
     with pytest.raises(UsageError, match="level O2"):
         search(islands, Options(level="O3"), Tolerance(cosine=0.9), samples)
+
+
+def test_outputs_that_say_nothing_are_named(islands: onnx.ModelProto) -> None:
+    found = search(islands, FP16, Tolerance(cosine=0.99), [{"x": np.zeros((8, 32), np.float32)}] * 2, max_evals=1)
+    assert not any("says little" in text for text in found.notes)
+    flat = proto("g (float[8,32] x) => (float[8,4] y) { [l] a = MatMul(x, w)  [r] y = Relu(a) }", w=weights(32, 4))
+    (note,) = search(flat, FP16, Tolerance(cosine=0.99), [{"x": np.zeros((8, 32), np.float32)}], max_evals=1).notes
+    assert "Output 'y' of the reference is 0 everywhere" in note
 
 
 def test_made_up_samples_are_named_as_such(islands: onnx.ModelProto) -> None:

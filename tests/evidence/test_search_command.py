@@ -77,7 +77,8 @@ def test_a_metric_of_the_users_on_the_command_line(
         return bool(found["feasible"])
 
     assert ran("agreement", "--tolerance", "metric=1,cosine=0.999")
-    assert not ran("agreement", "--tolerance", "metric=1.5")
+    with pytest.raises(UsageError, match=r"score 1, less than the 1\.5"):
+        ran("agreement", "--tolerance", "metric=1.5")
     with pytest.raises(DataError, match="KeyError"):
         ran("broken", "--tolerance", "metric=0.5")
     with pytest.raises(UsageError, match=r"metric=0\.91"):

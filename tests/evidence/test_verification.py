@@ -178,6 +178,36 @@ def test_integers_and_ties() -> None:
     assert not check(reference, wrong, {"x": np.array([[0.1, 0.2, 1.0, 2.0]], np.float32)}).passed
 
 
+def test_what_follows_a_tie_is_said_to_come_in_another_order() -> None:
+    text = """g (float[1,4] x, float[4,2] boxes) => (float[1,2,2] chosen) <int64[1] two = {2}>
+        { %s  [top] v, k = TopK(s, two)  [pick] chosen = Gather(boxes, k) }"""
+    reference = proto(text % "s = Mul(x, x)")
+    low = proto(text % "xl = Cast <to = 10> (x)  sl = Mul(xl, xl)  s = Cast <to = 1> (sl)")
+    boxes = np.arange(8, dtype=np.float32).reshape(4, 2)
+    result = check(reference, low, {"x": np.array([[0.1, 0.2, 1.0001, 1.0002]], np.float32), "boxes": boxes})
+    assert not result.passed
+    assert result.notes == (
+        "TopK 'top' chooses 2 indices otherwise, all where scores tie, and output 'chosen' follows it: the same results in another order "
+        "are no defect of the conversion.",
+    )
+    apart = check(reference, low, {"x": np.array([[0.1, 0.2, 1.0, 2.0]], np.float32), "boxes": boxes})
+    assert (apart.passed, apart.notes) == (True, ())
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [(0.0, ["Output 'y' of the reference is 0 everywhere"]), (1.0, [])],
+)
+def test_an_output_that_says_nothing_is_named(second: float, words: list[str]) -> None:
+    model = proto("g (float[2,4] x) => (float[2,4] y, float[2,4] z) { y = Relu(x)  z = Cos(x) }")
+    samples = [
+        {"x": np.linspace(-2, -1, 8, dtype=np.float32).reshape(2, 4)},
+        {"x": np.full((2, 4), second, np.float32)},
+    ]
+    notes = check(model, model, samples).notes
+    assert [text[: len(want)] for text, want in zip(notes, words, strict=True)] == words
+
+
 def test_the_file_itself_is_judged(tmp_path: pathlib.Path) -> None:
     """A file that only the emulation can run: a node before the Cast that it reads."""
     broken = onnx.ModelProto()
