@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     import onnx_ir as ir
 
+_UNDECIDED = "none: it computes with no floats that onnxamp decides"
+
 
 @click.command(
     epilog="""Example:
@@ -152,9 +154,6 @@ def _decision(
 ) -> dict[str, Any]:
     """A decision in JSON types; by default that there is none."""
     return {"precision": precision, "code": code, "evidence": evidence or {}, "operands": operands or {}}
-
-
-_UNDECIDED = "none: it computes with no floats that onnxamp decides"
 
 
 def _noted(node: ir.Node) -> tuple[dict[str, Any], str]:

@@ -227,7 +227,7 @@ def _saved(run: Run) -> str:
     return f"{kept}; start it again with the same command and --resume -o {run.folder}, with any number of processes."
 
 
-def write_report(run: Run, reason: str, *, failed: bool = False) -> None:
+def write_report(run: Run, reason: str, *, failed: bool) -> None:
     """Write `report.html` from what was recorded; `reason` and `failed` are those of `run_page`."""
     options = run.read_config()
     title = f"Training of {Path(str(options.get('model', run.folder.name))).name}"

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from onnxamp.report import Figures, LinePlot, Note, Section, Series, Table, page
+from onnxamp.trainer.position import INTERRUPTED
 from onnxamp.trainer.progress import amount, scale_text
 
 Entry = Mapping[str, Any]
 
-# A reason of more characters is a sentence: a card holds a word or two.
-_SHORT = 24
+# Ends that are told by their names; any other reason is a sentence, and a card holds a word or two.
+_NAMED = ("done", INTERRUPTED)
 
 
 def run_page(
@@ -24,13 +25,13 @@ def run_page(
         title: Heading of the page.
         entries: The records of `metrics.jsonl`.
         options: The options of the run.
-        reason: Why it ended, or that it goes on.
+        reason: Why it ended.
         failed: An error ended it, and `reason` is its text.
     """
     entries = list(entries)
     windows = [entry for entry in entries if entry["kind"] == "window"]
     evaluations = [entry for entry in entries if entry["kind"] == "evaluation"]
-    ended = "failed" if failed else reason if len(reason) <= _SHORT else "stopped early"
+    ended = "failed" if failed else reason if reason in _NAMED else "stopped early"
     sections: list[Section] = [_figures(windows, evaluations, ended)]
     if reason != ended:
         sections.append(Note([reason], "Why it ended", "bad" if failed else "plain"))

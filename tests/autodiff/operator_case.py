@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-END = 2**63 - 1
-"""The end of a Slice that has none."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:

@@ -327,7 +327,6 @@ def test_no_runtime_is_imported(run: Run, model: pathlib.Path) -> None:
 import sys
 sys.modules["onnxruntime"] = None
 from onnxamp import cli
-from onnxamp.model.preparation import prepared
 for arguments in (["convert", "net.onnx", "--force"], ["inspect", "net.onnx"], ["explain", "net.onnx", "soft"],
                   ["emulate", "net.O2.fp16.onnx", "-o", "twin.onnx"], ["verify", "net.onnx", "net.O2.fp16.onnx"]):
     sys.argv = ["onnxamp", *arguments]
