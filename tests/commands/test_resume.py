@@ -38,6 +38,18 @@ def test_a_finished_run_goes_on_only_with_more_epochs(run, place, call, options)
     assert "holds a run: give --resume to go on, --force to replace it" in err
 
 
+def test_a_run_that_ended_before_its_model_is_told_nothing_of_more_epochs(run, call, tmp_path, caplog):
+    """Killed behind the last checkpoint: the model is what is left to do."""
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder)
+    model = (folder / "model.onnx").read_bytes()
+    (folder / "model.onnx").unlink()
+    code, out, err = call("train", "--resume", "-o", folder)
+    assert code == 0, err
+    assert "Nothing is left to train" not in out + err + caplog.text
+    assert (folder / "model.onnx").read_bytes() == model
+
+
 @pytest.mark.parametrize("lost", ["gone", "truncated", "gone and no model"])
 def test_a_run_without_a_readable_checkpoint_is_not_begun_over(run, call, tmp_path, caplog, lost):
     folder = tmp_path / "run"
