@@ -80,7 +80,8 @@ def _plot(found: SearchResult) -> list[LinePlot]:
             x_label="% of elements read and written in 16 bits",
             y_label="noise-to-signal ratio of the worst output",
             log_y=True,
-            marks=[(100 * found.best.share, "chosen")],
+            marks=[(100 * found.best.share, "share of the plan that is chosen")],
+            points=True,
         )
     ]
 
@@ -104,7 +105,8 @@ def _evaluations(found: SearchResult) -> Table:
         for trial in found.trials
     ]
     columns = ["step", "verdict", "16-bit %", "traffic", "cosine", "SNR dB", "max rel", "raised", "lowered"]
-    return Table("Evaluations", columns, cells)
+    bad = [index for index, trial in enumerate(found.trials) if not trial.passed]
+    return Table("Evaluations", columns, cells, bad=bad)
 
 
 def _sensitivity(found: SearchResult) -> Table:

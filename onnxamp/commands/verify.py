@@ -112,7 +112,7 @@ def show_all(candidates: Sequence[str], results: Sequence[VerifyResult]) -> None
     from onnxamp import console
 
     rows = [
-        ["" if cell is None else console.number(cell) if isinstance(cell, float) else str(cell) for cell in row]
+        [_text(name, cell) for name, cell in zip(_ALL_COLUMNS, row, strict=True)]
         for row in _summaries(candidates, results)
     ]
     console.show(console.grid(list(_ALL_COLUMNS), rows, right=range(3, len(_ALL_COLUMNS))))
@@ -172,7 +172,7 @@ def show(result: VerifyResult) -> None:
     for output in result.outputs:
         worst = output.worst
         measures = [
-            f"{worst.cosine:.6f}",
+            _text("cosine", worst.cosine),
             f"{worst.snr:.1f}",
             console.number(worst.max_abs),
             console.number(worst.max_rel),
@@ -211,7 +211,8 @@ def page_of(reference: str, candidates: Sequence[str], results: Sequence[VerifyR
         title = f"{pathlib.Path(candidates[0]).name} against {pathlib.Path(reference).name}"
         return page(title, _sections(results[0]), subtitle="onnxamp verify")
     note = "The worst output of the worst sample in each measure."
-    sections: list[Section] = [Table("Candidates", _ALL_COLUMNS, _summaries(candidates, results), note=note)]
+    bad = [index for index, result in enumerate(results) if not result.passed]
+    sections: list[Section] = [Table("Candidates", _ALL_COLUMNS, _summaries(candidates, results), note=note, bad=bad)]
     for name, result in zip(candidates, results, strict=True):
         sections += _sections(result, f"{pathlib.Path(name).name}: ")
     title = f"{len(results)} candidates against {pathlib.Path(reference).name}"
@@ -265,7 +266,13 @@ def _sections(result: VerifyResult, prefix: str = "") -> list[Section]:
             title=prefix.rstrip(": "),
         ),
         Note(prose, tone="good" if result.passed else "bad"),
-        Table(f"{prefix}Outputs", columns, rows, note="The worst of all samples; the sample is the one that is worst."),
+        Table(
+            f"{prefix}Outputs",
+            columns,
+            rows,
+            note="The worst of all samples; the sample is the one that is worst.",
+            bad=[index for index, output in enumerate(result.outputs) if output.missed],
+        ),
         Table(f"{prefix}Tolerance", ["measure", "bound"], bounds),
     ]
 
@@ -278,6 +285,18 @@ def _cells(worst: Difference) -> list[float | str | None]:
         return [None] * 4
     values = (worst.cosine, worst.snr, worst.max_abs, worst.max_rel)
     return [value if math.isfinite(value) else str(value) for value in values]
+
+
+def _text(column: str, cell: float | str | int | None) -> str:
+    """A cell on a terminal; a cosine has as many digits as tell it from 1."""
+    from onnxamp import console
+    from onnxamp.evidence.tolerance import told
+
+    if cell is None or not isinstance(cell, float):
+        return "" if cell is None else str(cell)
+    if column == "cosine":
+        return f"{cell:.6f}" if not 0.9999995 <= cell < 1 else told(cell, 1.0)
+    return console.number(cell)
 
 
 def _where(result: VerifyResult) -> str:

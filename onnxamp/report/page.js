@@ -70,7 +70,7 @@ for (const box of document.querySelectorAll(".plotbox")) {
       const i = nearest(series.x, x);
       at ??= series.x[i];
       const row = document.createElement("div"), y = series.y[i];
-      row.textContent = `${series.name}: ${typeof y === "number" ? Number(y.toPrecision(6)) : y}`;
+      row.textContent = `${series.name}: ${typeof y === "number" ? Number(y.toPrecision(6)) : y}${series.x[i] === at ? "" : ` (at ${Number(series.x[i].toPrecision(6))})`}`;
       tip.append(row);
     }
     if (at === null) return;

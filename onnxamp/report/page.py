@@ -50,7 +50,7 @@ def _table(table: Table) -> str:
         for column, kind in zip(table.columns, [' class="n"' if right else "" for right in numeric], strict=True)
     )
     rows = [
-        f"<tr{' hidden' if k >= table.limit else ''}>{''.join(_cell(c) for c in row)}</tr>"
+        f"<tr{' class=bad' if k in table.bad else ''}{' hidden' if k >= table.limit else ''}>{''.join(_cell(c) for c in row)}</tr>"
         for k, row in enumerate(table.rows[:MOST_ROWS])
     ]
     note = f"<p>{html.escape(table.note)}</p>" if table.note else ""

@@ -77,6 +77,8 @@ def number(value: float) -> str:
         if "." in mantissa:
             mantissa = mantissa.rstrip("0").rstrip(".")
         return f"{mantissa}e{int(exponent)}"
+    if 0.999 < size < 1:  # a cosine: what it lacks to 1 is what it says
+        return (f"{value:.7f}" if size < 0.9999999 else f"{value:.12g}").rstrip("0")
     return f"{value:.4g}" if size < 1e4 else f"{value:,.0f}"
 
 
@@ -115,23 +117,33 @@ class _Axes:
 
 def line_plot(plot: LinePlot) -> str:
     """The SVG of a plot and, beside it, its numbers for the tooltip."""
-    thinned = [Series(s.name, *thin(s.x, s.y)) for s in plot.series]
+    series = [_ordered(s) for s in plot.series] if plot.points else plot.series
+    thinned = [Series(s.name, *thin(s.x, s.y)) for s in series]
     lines = [(s.x, [_height(v, plot.log_y) for v in s.y]) for s in thinned]
     axes = _axes(lines, [x for x, _ in plot.marks])
     svg = [
         f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(plot.title)}">',
         *_grid(plot, axes),
         *_marks(plot, axes),
-        *(_line(xs, ys, axes, k) for k, (xs, ys) in enumerate(lines)),
+        *(_line(xs, ys, axes, k, plot.points) for k, (xs, ys) in enumerate(lines)),
         '<line class="cursor" y1="0" y2="0" x1="0" x2="0"/></svg>',
     ]
     legend = "".join(
-        f'<span class="key"><i class="c{k % 6}"></i>{html.escape(s.name)}</span>' for k, s in enumerate(plot.series)
+        f'<span class="key"><i class="{"point " if plot.points else ""}c{k % 6}"></i>{html.escape(s.name)}</span>'
+        for k, s in enumerate(plot.series)
     )
+    if len(texts := {text for _, text in plot.marks}) == 1:
+        legend += f'<span class="key"><i class="mark"></i>{html.escape(texts.pop())}</span>'
     words = f"{plot.y_label or plot.title}, logarithmic" if plot.log_y else plot.y_label
     label = f'<div class="ylabel">{html.escape(words)}</div>' if words else ""
     numbers = html.escape(json.dumps(_numbers(plot, thinned, axes)))
     return f'{label}<div class="plotbox" data-plot="{numbers}">{"".join(svg)}</div>{legend}'
+
+
+def _ordered(series: Series) -> Series:
+    """The same points by x, as the page's script looks for them."""
+    order = sorted(range(len(series.x)), key=series.x.__getitem__)
+    return Series(series.name, [series.x[k] for k in order], [series.y[k] for k in order])
 
 
 def _height(value: float, log: bool) -> float:
@@ -179,20 +191,22 @@ def _marks(plot: LinePlot, axes: _Axes) -> list[str]:
     ]
 
 
-def _line(xs: Sequence[float], ys: Sequence[float], axes: _Axes, index: int) -> str:
-    """The path of a series, broken where y is NaN; a point alone is a dot. Nothing if no point can be drawn."""
-    path, pen = [], "M"
+def _line(xs: Sequence[float], ys: Sequence[float], axes: _Axes, index: int, points: bool) -> str:
+    """The path of a series, broken where y is NaN, and a circle for each point without a neighbour, or for all points."""
+    path, circles, pen = [], [], "M"
     for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
         if not math.isfinite(y):
             pen = "M"
             continue
-        alone = pen == "M" and (i + 1 == len(ys) or not math.isfinite(ys[i + 1]))
-        path.append(f"{pen}{axes.px(x):.1f} {axes.py(y):.1f}" + ("h0.01" if alone else ""))
-        pen = "L"
-    if not path:
-        return ""
+        at = (f"{axes.px(x):.1f}", f"{axes.py(y):.1f}")
+        if points or (pen == "M" and (i + 1 == len(ys) or not math.isfinite(ys[i + 1]))):
+            circles.append(f'<circle class="point c{index % 6}" cx="{at[0]}" cy="{at[1]}" r="3.5"/>')
+        else:
+            path.append(f"{pen}{at[0]} {at[1]}")
+            pen = "L"
     dash = f' stroke-dasharray="{DASHES[index // 6 % len(DASHES)]}"' if index >= 6 else ""
-    return f'<path class="line c{index % 6}"{dash} d="{"".join(path)}"/>'
+    line = f'<path class="line c{index % 6}"{dash} d="{"".join(path)}"/>' if path else ""
+    return line + "".join(circles)
 
 
 def _numbers(plot: LinePlot, series: Sequence[Series], axes: _Axes) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 Cell = str | int | float | bool | None
@@ -49,6 +49,7 @@ class Table:
         note: A sentence under the heading.
         open: Whether the section starts unfolded.
         limit: Rows shown before "show all".
+        bad: Positions of the rows that are marked as failed.
     """
 
     title: str
@@ -57,6 +58,7 @@ class Table:
     note: str = ""
     open: bool = True
     limit: int = 200
+    bad: Collection[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +75,9 @@ class LinePlot:
     """Lines over a common x axis.
 
     Attributes:
+        points: Draw each series as points without a line: x has no order that means anything.
         log_y: Logarithmic y axis; values that are not positive leave a gap.
-        marks: (x, text): vertical lines, such as skipped windows.
+        marks: (x, text): vertical lines, such as skipped windows; a text that all share stands in the legend.
     """
 
     title: str
@@ -84,6 +87,7 @@ class LinePlot:
     log_y: bool = False
     marks: Sequence[tuple[float, str]] = ()
     note: str = ""
+    points: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

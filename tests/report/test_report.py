@@ -16,7 +16,7 @@ import pytest
 from onnxamp.report import Box, Figures, Graph, GraphView, LinePlot, Link, Note, Series, Table, page
 from onnxamp.report.graph import LEVEL, Fold, common_prefix, folded, view_data
 from onnxamp.report.layout import GAP, layout
-from onnxamp.report.plots import log_ticks, number, thin, tick_text, ticks
+from onnxamp.report.plots import line_plot, log_ticks, number, thin, tick_text, ticks
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'\u2028"
 
@@ -237,3 +237,28 @@ def test_edges_into_a_fold_start_at_its_border() -> None:
 )
 def test_common_prefix(names: list[str], prefix: str) -> None:
     assert common_prefix(names) == prefix
+
+
+def test_points_have_no_line_and_lone_ones_are_seen() -> None:
+    series = [Series("met", [3, 1, 2], [1, 2, 3]), Series("not met", [2], [2])]
+    text = line_plot(LinePlot("P", series, points=True, marks=[(1, "chosen")]))
+    assert text.count("<circle") == 4
+    assert "<path" not in text
+    assert '<i class="mark"></i>chosen</span>' in text
+    text = line_plot(
+        LinePlot("P", [Series("a", range(6), [1, math.nan, 2, 3, math.nan, 4])], marks=[(1, "x"), (2, "y")])
+    )
+    assert text.count("<circle") == 2
+    assert text.count("<path") == 1
+    assert 'class="mark"></i>' not in text
+
+
+def test_failed_rows_are_marked_and_cosines_told_from_1() -> None:
+    text = page("T", [Table("T", ["name", "cosine"], [["a", 0.99999985], ["b", 1.0], ["c", 0.9999999998]], bad=[1])])
+    assert text.count("<tr class=bad>") == 1
+    assert "<tr class=bad><td>b</td>" in text
+    assert [part.partition("</td>")[0].rpartition(">")[2] for part in text.split('<td class="n"')[1:]] == [
+        "0.9999999",
+        "1",
+        "0.9999999998",
+    ]
