@@ -183,3 +183,23 @@ def test_every_unit_has_a_decision_and_plans_repeat(plan_of):
         first, second = plan_of(NET, level=level), plan_of(NET, level=level)
         assert list(first.decisions) == list(first.graph.units)
         assert list(first.decisions.values()) == list(second.decisions.values())
+
+
+def test_quantized_heavy_waits_for_no_opset(codes_of):
+    """In bf16 a Conv needs a later opset, which would not make this one 16-bit."""
+    text = """g (float[1,1,4,4] x) => (float[1,1,4,4] y) <float s = {0.1}, uint8 z = {0}, uint8[1,1,1,1] w = {3}>
+    { q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) e = DequantizeLinear(w, s, z) y = Conv(d, e) }"""
+    assert codes_of(text, dtype="bf16")["y"] == ("fp32", "AMP208")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_sums_of_integers_stay_fp32_until_they_are_scaled(codes_of, level):
+    """What ONNX Runtime's dynamic quantization writes; 1,000 terms of 100 * 100 are infinite in fp16."""
+    text = """g (float[4,4] x) => (float[4,4] y) <uint8[4,4] b = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}, uint8 zb = {8},
+    float sb = {0.001}, float[4] bias = {1,2,3,4}, float[4,4] w = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}>
+    { h = MatMul(x, w) q, s, z = DynamicQuantizeLinear(h) i = MatMulInteger(q, b, z, zb) f = Cast<to=1>(i) t = Mul(s, sb) m = Mul(f, t)
+      a = Add(m, bias) r = Relu(a) y = MatMul(r, w) }"""
+    found = codes_of(text, level=level)
+    assert {found[name] for name in "ftm"} == {("fp32", "AMP213")}
+    assert found["h"][0] == found["y"][0] == "fp16"
+    assert found["r"][0] == ("fp32" if level == "O1" else "fp16")  # at O1 the widest input decides

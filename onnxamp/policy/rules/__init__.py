@@ -11,7 +11,7 @@ from onnxamp.policy.rules.detection import boxes, long_reductions
 from onnxamp.policy.rules.distances import distances
 from onnxamp.policy.rules.ids import float_ids
 from onnxamp.policy.rules.norms import norms
-from onnxamp.policy.rules.quantized import quantized_heavy
+from onnxamp.policy.rules.quantized import integer_sums, quantized_heavy
 from onnxamp.policy.rules.sensitive import sensitive
 from onnxamp.policy.rules.shapes import shape_arithmetic
 from onnxamp.policy.rules.small import epsilons
@@ -21,7 +21,7 @@ from onnxamp.policy.rules.spread import expanded, large_factors, observed_ranges
 Rule = Callable[[Marks], None]
 
 # Legality in the wider sense: no user and no level goes against them.
-BINDING: tuple[Rule, ...] = (shape_arithmetic, quantized_heavy, out_of_range, carried_constants)
+BINDING: tuple[Rule, ...] = (shape_arithmetic, quantized_heavy, integer_sums, out_of_range, carried_constants)
 # Everything else.
 NUMERICAL: tuple[Rule, ...] = (
     observed_ranges,
