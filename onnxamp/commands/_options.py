@@ -52,6 +52,27 @@ def input_sizes(model: str | ir.Model, dims: Mapping[str, int]) -> dict[str, int
     return {name: size for name, size in dims.items() if name in own}
 
 
+def measured_sizes(model: str | ir.Model, data: str) -> dict[str, int]:
+    """The sizes that the first sample of `data` gives to named dimensions of the inputs of `model`.
+
+    Raises:
+        DataError: An input is missing, or has another type or shape than the model asks for.
+        UsageError: There is no such file, or nothing in it.
+    """
+    from onnxamp.evidence.inputs import model_inputs, samples
+    from onnxamp.model.dimensions import names
+    from onnxamp.model.io import load
+
+    inputs = model_inputs(load(model))
+    (sample,) = samples(data, inputs, limit=1)
+    return {
+        dim: int(size)
+        for item in inputs
+        for dim, size in zip(item.shape or (), getattr(sample[item.name], "shape", ()), strict=False)
+        if isinstance(dim, str) and names(dim) == (dim,) and size > 0
+    }
+
+
 def check_outputs(paths: Iterable[str], reports: Iterable[str], force: bool, inputs: Iterable[str | None] = ()) -> None:
     """Refuse, before any work is done, what could not be written at its end or would destroy what was read.
 

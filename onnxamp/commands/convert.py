@@ -103,7 +103,7 @@ def command(
     """Rewrite MODEL to mixed precision: Casts where they are needed, FP32 where it must be, a reason for each decision."""
     from onnxamp import console
     from onnxamp.commands import _auto, _converted, _widen
-    from onnxamp.commands._options import check_outputs, input_sizes, sizes
+    from onnxamp.commands._options import check_outputs, input_sizes, measured_sizes, sizes
     from onnxamp.commands._verified import compare
     from onnxamp.conversion import convert
     from onnxamp.evidence.opening import crash_on_cpu
@@ -128,6 +128,9 @@ def command(
         source, choices["io"], warning = _widen.source(model, to, choices["io"])
     choices["io"] = choices["io"] or "keep"
     made_up = input_sizes(source, dims) if calibrate is not None or auto or verified else {}
+    seen = next((given for given in (data, calibrate) if given not in (None, "made-up")), None)
+    if seen is not None:
+        dims = {**measured_sizes(source, seen), **dims}
     if headroom is not None:
         choices["headroom"] = headroom
     calibration = searched = None

@@ -12,10 +12,10 @@ import onnx_ir as ir
 from onnxamp.comparison.records import NodeRef
 from onnxamp.dtypes import BY_IR, LOW
 from onnxamp.model.constants import constant_tensor
-from onnxamp.model.dimensions import Sizes
+from onnxamp.model.dimensions import fitting
 from onnxamp.model.signatures import TYPE_ATTRIBUTES
 from onnxamp.model.tensors import cast_target
-from onnxamp.model.units import SHAPE_ONLY, named_bodies
+from onnxamp.model.units import SHAPE_ONLY, all_values, named_bodies
 
 Body = ir.Graph | ir.Function
 Operator = tuple[str, str, str]
@@ -66,7 +66,9 @@ class Side:
         declared: Types and shapes of the interface as the file has them; as the model has them if None.
         """
         self.model = model
-        self.sizes = Sizes()  # for the names of dimensions, graph inputs first, as the traffic model does
+        self.sizes = fitting(
+            all_values(model.graph)
+        )  # for the names of dimensions, graph inputs first, as the traffic model does
         for graph_input in model.graph.inputs:
             self.sizes.elements(graph_input.shape or ())
         self.declared = declared or {}

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnxamp.errors import DataError, UsageError
 from onnxamp.evidence import synthesis
 from onnxamp.evidence.inputs import Data, Sample, model_inputs, samples
+from onnxamp.model.dimensions import ALTERNATIVES
 from onnxamp.ort.session import run
 
 Model = str | os.PathLike[str] | onnx.ModelProto | ir.Model
@@ -87,7 +88,7 @@ def _made_up(
     """Samples made up from `model`, of the first size of free dimensions with which it runs, and the words for them."""
     first: DataError | None = None
     tried = set()
-    for other in (synthesis.OTHER, *synthesis.ALTERNATIVES):
+    for other in (synthesis.OTHER, *ALTERNATIVES):
         made, sizes = synthesis.synthesize(model, count, dim=dim, seed=seed, other=other)
         source = synthesis.describe(made, sizes)
         shapes = tuple(np.shape(value) for value in made[0].values())

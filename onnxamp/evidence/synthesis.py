@@ -19,8 +19,6 @@ from onnxamp.model.dimensions import FIRST_DIM, OTHER_DIM
 
 # Sizes of free dimensions: the first of an input, others, and the past of a key-value cache.
 FIRST, OTHER, PAST = FIRST_DIM, OTHER_DIM, 16
-# For others where a model does not run with the usual size: a window that is longer, or a fixed one.
-ALTERNATIVES = (512, 224, 1024, 16, 4096)
 
 # Nodes through which an id reaches its table unchanged.
 _PASS = frozenset({"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Slice", "Expand"})

@@ -32,24 +32,28 @@ _OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
 }
 
 FIRST_DIM, OTHER_DIM = 1, 64
+# For others where the usual size does not do: a window that is longer, or a fixed one.
+ALTERNATIVES = (512, 224, 1024, 16, 4096)
 
 
 class Sizes:
     """Sizes for the dimensions of one model, each name one number.
 
     Attributes:
-        dims: Sizes by name. A name not given is added when first seen: 1 if it then leads a shape, else 64. Expressions of names are
-            evaluated.
+        dims: Sizes by name. A name not given is added when first seen: 1 if it then leads a shape, else `other`. Expressions of names
+            are evaluated.
+        other: The size of unknown dimensions that lead no shape.
     """
 
-    def __init__(self, given: Mapping[str, int] | None = None) -> None:
+    def __init__(self, given: Mapping[str, int] | None = None, other: int = OTHER_DIM) -> None:
         self.dims = dict(given or {})
+        self.other = other
 
     def size(self, dim: int | ir.SymbolicDim, axis: int) -> int:
         """The size of a dimension at position `axis` of a shape."""
         if isinstance(dim, int) and dim >= 0:
             return dim
-        default = FIRST_DIM if axis == 0 else OTHER_DIM
+        default = FIRST_DIM if axis == 0 else self.other
         if isinstance(dim, int) or dim.value is None:  # some exporters write -1 for a dimension that they do not know
             return default
         for name in names(dim.value):
@@ -65,6 +69,26 @@ def known(values: Iterable[ir.Value]) -> set[str]:
     """The names in the shapes of values: those that a size can be given for."""
     dims = (dim.value for value in values for dim in value.shape or () if not isinstance(dim, int))
     return {name for dim in dims if dim is not None for name in names(dim)}
+
+
+def fitting(values: Iterable[ir.Value], given: Mapping[str, int] | None = None) -> Sizes:
+    """Sizes with which no value is empty: the usual ones, else the first of `ALTERNATIVES` with which the fewest dimensions are.
+
+    A sound of 64 samples, say, is shorter than the window of the first convolution, and every size behind it would be below 1.
+    """
+    free = dict.fromkeys(
+        (dim.value, axis)
+        for value in values
+        for axis, dim in enumerate(value.shape or ())
+        if isinstance(dim, ir.SymbolicDim) and dim.value is not None
+    )
+    empty: dict[int, int] = {}
+    for other in (OTHER_DIM, *ALTERNATIVES):
+        sizes = Sizes(given, other)
+        empty[other] = sum(sizes.size(ir.SymbolicDim(text), axis) == 0 for text, axis in free)
+        if not empty[other]:
+            break
+    return Sizes(given, min(empty, key=empty.__getitem__))
 
 
 @functools.lru_cache(maxsize=4096)

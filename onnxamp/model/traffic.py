@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import onnx_ir as ir
 
 from onnxamp.model import dimensions
-from onnxamp.model.units import SHAPE_ONLY, Read, TypeGraph, Unit, is_float
+from onnxamp.model.units import SHAPE_ONLY, Read, TypeGraph, Unit, all_values, is_float
 
 # A value without shape, sequences among them, counts as one unknown dimension.
 _UNRANKED = dimensions.OTHER_DIM
@@ -24,13 +24,13 @@ class Traffic:
 
     Attributes:
         graph: The model's type graph.
-        dims: Sizes of named dimensions. A name not given is added when first seen, graph inputs first: 1 if it then leads a shape, else 64.
-            Expressions of names are evaluated.
+        dims: Sizes of named dimensions. A name not given is added when first seen, graph inputs first: 1 if it then leads a shape, else 64,
+            or another usual size if a value would be empty (`dimensions.fitting`). Expressions of names are evaluated.
     """
 
     def __init__(self, graph: TypeGraph, dims: Mapping[str, int]) -> None:
         self.graph = graph
-        self._sizes = dimensions.Sizes(dims)
+        self._sizes = dimensions.fitting(all_values(graph.model.graph), dims)
         self.dims = self._sizes.dims
         self._elements: dict[ir.Value, int] = {}
         for value in graph.model.graph.inputs:

@@ -335,7 +335,7 @@ def test_inputs_are_made_up_until_the_model_runs(tmp_path: pathlib.Path) -> None
     from onnxamp import convert, verify
     from onnxamp.comparison.compare import Comparison
     from onnxamp.comparison.measure import measured
-    from onnxamp.evidence.synthesis import ALTERNATIVES
+    from onnxamp.model.dimensions import ALTERNATIVES
 
     size = ALTERNATIVES[0]
     text = f"""<ir_version: 9, opset_import: ["": 17]> g (float[n, m] x) => (float[n, k] y)

@@ -70,6 +70,21 @@ def test_negative_dimensions_are_unknown(graph_of):
     assert model.elements(graph.model.graph.inputs[0]) == 1 * 64 * 3
 
 
+def test_a_made_up_size_leaves_no_value_empty(graph_of):
+    text = """g (float[n,1,samples] x, float[8,1,256] w) => (float[n,8,f] z)
+    { y = Conv <strides = [128]> (x, w) z = Relu(y) }"""
+    graph = graph_of(text)
+    model = Traffic(graph, {})
+    assert model.dims["samples"] == dimensions.ALTERNATIVES[0]
+    assert model.elements(graph.model.graph.outputs[0].producer().outputs[0]) > 0
+    assert Traffic(graph, {"samples": 300}).dims["samples"] == 300
+    hopeless = graph_of(
+        "g (float[n,m] x) => (float[a,b] z) { e = Constant <value_ints=[9000]>() "
+        " f = Constant <value_ints=[2000000000]>() o = Constant <value_ints=[1]>() y = Slice(x, e, f, o) z = Relu(y) }"
+    )
+    assert Traffic(hopeless, {}).dims["m"] == 64
+
+
 def test_given_dimensions(graph_of):
     graph = graph_of("g (float[batch,seq] x) => (float[batch,seq] y) { y = Relu(x) }")
     model = Traffic(graph, {"seq": 10})
