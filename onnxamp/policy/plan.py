@@ -234,6 +234,8 @@ def _apply_wishes(graph: TypeGraph, options: Options, decisions: dict[Unit, Deci
     for node, wish in wishes(graph, options).items():
         decision = Decision(options.dtype if wish.low else "fp32", wish.code, {"pattern": wish.pattern})
         for unit in graph.of[node]:
+            if not wish.low and unit in decisions and decisions[unit].code == codes.OPSET:
+                decisions[unit] = decision  # the opset is not raised for what shall be fp32 anyway
             decisions.setdefault(unit, decision)
         if wish.low and wish.exact and graph.of[node]:
             asked.append(node)

@@ -153,3 +153,9 @@ def test_a_raised_model_computes_what_its_source_does(tmp_path: pathlib.Path) ->
     result.save(tmp_path / "low.onnx")
     found = onnxamp.verify(MODELS / "cnn.onnx", tmp_path / "low.onnx", seed=1)
     assert found.passed
+
+
+def test_an_opset_that_is_not_raised_for_what_the_user_keeps_is_no_reason() -> None:
+    result = converted(CONV + " y = Relu(h)", 17, keep="conv")
+    assert decision(result, "conv")[:2] == ("fp32", "AMP401")
+    assert not result.held_by_opset
