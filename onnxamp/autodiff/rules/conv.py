@@ -21,7 +21,7 @@ def _kernel(op: Builder, weight: ir.Value) -> tuple[int, ...]:
 @gradient("Conv")
 def conv(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     """dX: Conv with the flipped, transposed kernel (stride 1) or ConvTranspose; dW: one matrix product per tap of the
-    kernel; db = Σ g over batch and space."""
+    kernel, or a single one where windows lie side by side; db = Σ g over batch and space."""
     x, weight = node.inputs[:2]
     assert x is not None
     assert weight is not None
@@ -98,6 +98,8 @@ def _weight_gradient(op: Builder, x: ir.Value, g: ir.Value, weight: ir.Value, wi
         if len(positions) == n and outputs * inputs < math.prod(positions) * (outputs + inputs):
             left, right = op.Reshape(g, [0, outputs, -1]), op.Reshape(x, [0, inputs, -1])
             return op.Reshape(op.sum(op.MatMul(left, op.swap(right)), [0], keepdims=False), op.target(weight))
+    if group == 1 and len(taps) > 1 and window.kernel == window.strides and all(d == 1 for d in window.dilations):
+        return _patch_weight_gradient(op, x, g, weight, window)
     order = [*range(1, n + 2), 0]
     maps = op.transpose(x, order)
     if window.padded:
@@ -116,6 +118,30 @@ def _weight_gradient(op: Builder, x: ir.Value, g: ir.Value, weight: ir.Value, wi
         return op.Reshape(products[0], op.target(weight))
     stacked = op.Reshape(op.Concat(*products, axis=0), [len(taps), outputs, inputs])
     return op.Reshape(op.transpose(stacked, [1, 2, 0]), op.target(weight))
+
+
+def _patch_weight_gradient(op: Builder, x: ir.Value, g: ir.Value, weight: ir.Value, window: Window) -> ir.Value:
+    """Windows that lie side by side, as those of patch embeddings: the map is cut into patches, and one product is left."""
+    n, (outputs, inputs) = window.rank, op.dims(weight)[:2]
+    assert isinstance(outputs, int)
+    assert isinstance(inputs, int)
+    cut = op.Pad(x, [0, 0, *window.begin, 0, 0, *window.end]) if window.padded else x
+    sizes = [size if isinstance(size, int) else op.dim(g, axis + 2) for axis, size in enumerate(op.dims(g)[2:])]
+    covered = [
+        s * k if isinstance(s, int) else op.Mul(s, op.join([k])) for s, k in zip(sizes, window.kernel, strict=True)
+    ]
+    whole = [
+        size + before + after if isinstance(size, int) else None
+        for size, before, after in zip(op.dims(x)[2:], window.begin, window.end, strict=True)
+    ]
+    if whole != covered:  # rows and columns that no window reaches
+        cut = op.Slice(cut, [0] * n, op.join(covered), list(range(2, n + 2)))
+    blocks = [size for pair in zip(sizes, window.kernel, strict=True) for size in pair]
+    split = op.Reshape(cut, op.join([0, inputs, *blocks]))
+    patches = op.transpose(split, [1, *range(3, 2 * n + 3, 2), 0, *range(2, 2 * n + 2, 2)])
+    columns = op.Reshape(patches, [inputs * math.prod(window.kernel), -1])
+    rows = op.Reshape(op.transpose(g, [1, 0, *range(2, n + 2)]), [outputs, -1])
+    return op.Reshape(op.Gemm(rows, columns, transB=1), op.target(weight))
 
 
 def _depthwise_weight_gradient(
