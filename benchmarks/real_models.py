@@ -117,7 +117,7 @@ def one(path: str, inputs: list[str], level: str, dtype: str, peers: str) -> dic
 
 
 def rounded_weights(source: onnx.ModelProto) -> onnx.ModelProto:
-    """The FP32 model with the constant operands of its heavy operators, biases too, rounded to bf16: what no placement of Casts can mend."""
+    """The FP32 model with the constants of its heavy operators, biases too, rounded to bf16: what no placement of Casts can mend."""
     import judge
 
     model = onnx.ModelProto()

@@ -83,14 +83,15 @@ def _within(rule: _Rule, context: ShapeInferenceContext, node: ir.Node) -> None:
     starts, ends, axes, steps = (_integers(node, place) for place in range(1, 5))
     if data is None or data.shape is None or data.dtype is None or result is None or starts is None or ends is None:
         return
-    axes = range(len(starts)) if len(node.inputs) < 4 or node.inputs[3] is None else axes
+    axes = list(range(len(starts))) if len(node.inputs) < 4 or node.inputs[3] is None else axes
     steps = [1] * len(starts) if len(node.inputs) < 5 or node.inputs[4] is None else steps
     if axes is None or steps is None:
         return
     dims = list(result.dims)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         whole = data.shape[axis]
-        if isinstance(dims[axis], int) and not isinstance(whole, int) and whole.value is not None and dims[axis] > 1:
+        seen = dims[axis]
+        if isinstance(seen, int) and seen > 1 and not isinstance(whole, int) and whole.value is not None:
             # here the rule saw 0 <= start < end and a step above 0
             limit = whole.value if end >= _FAR else f"Min({end}, {whole.value})"
             length = ir.SymbolicDim(f"Max(0, {limit} - {start})" if start else limit)

@@ -25,8 +25,8 @@ class ConvertConstantsPass(ir.passes.InPlacePass):
        external data) and its place; so tied weights stay tied.
     2. If it is also read in its own precision, that one keeps the name, and each other precision gets one copy, ``w__fp16``, in the
        same scope and form: readers share it.
-    3. With weights that are cast, a constant of either form stays as it is and the readers are left to `InsertCastsPass`, except where shape
-       inference looks at the value and where it is an output of the graph.
+    3. With weights that are cast, a constant of either form stays as it is and the readers are left to `InsertCastsPass`, except
+       where shape inference looks at the value and where it is an output of the graph.
     4. Clamped constants are clamped in every precision, and the change is noted on them.
     5. Below IR 4 an initializer is listed as an input too: the entry is retyped with it, and a copy gets one of its own.
     6. Constant's ``value_float`` and ``value_floats`` become a ``value`` tensor when converted.
