@@ -42,6 +42,8 @@ Score = Callable[[Sequence[Mapping[str, Any]]], float]
 _LITTLE = 0.0005
 # Evaluations for what lies between two plans of the frontier.
 _REFINEMENTS = 8
+# Raised nodes of which all parts are tried: 16 at most.
+_ENUMERATED = 4
 # Why a node stays fp32 in the plan that is chosen.
 RAISED = "were raised to meet the tolerance"
 COSTLY = "would cost more bytes in Casts than 16 bits save"
@@ -287,7 +289,7 @@ class _Search:
             if not best.passed and (point is None or self.left == 1):
                 point = quiet
         if best.passed and not 0 <= _saved(best, self.space, noisy) < _LITTLE:
-            best = self.refined(best, noise)
+            best = self.enumerated(self.refined(best, noise))
         self.explain(best, noise)
         return best
 
@@ -310,6 +312,20 @@ class _Search:
                     best = trial
                     continue
             pending += _halves(sorted(chunk, key=lambda name: (noise.get(name, 0.0), name)))
+        return best
+
+    def enumerated(self, best: Trial) -> Trial:
+        """Where few nodes are raised, the cheapest part of them that is enough: a share of rows, say, does not go with noise."""
+        if len(best.raised) > _ENUMERATED:
+            return best
+        parts = [part for count in range(len(best.raised)) for part in itertools.combinations(best.raised, count)]
+        plans = [(plan.traffic.result, part) for part in parts if (plan := self.space.plan(part, best.lowered))]
+        for traffic, part in sorted(plans):
+            if traffic > (1 - _LITTLE) * best.traffic:
+                break
+            trial = self.trial(_step(part, best.lowered), part, best.lowered)
+            if trial is not None and trial.passed:
+                return trial
         return best
 
     def aim(self, point: Point, error: float, noisy: Point, quiet: Point, turn: int) -> float:
