@@ -61,7 +61,7 @@ class Summary:
         before, after = self.weights
         traffic = self.traffic
         dissolved = ""
-        if traffic["cut"] != traffic["result"]:
+        if size(traffic["cut"]) != size(traffic["result"]):
             dissolved = f" ({size(traffic['cut'])} before 16-bit regions without heavy nodes were dissolved)"
         rows = [
             ("nodes", ", ".join(f"{count} {kind}" for kind, count in self.nodes.items()) or "none with floats"),

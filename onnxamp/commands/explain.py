@@ -80,7 +80,7 @@ def _show(found: dict[str, Any]) -> None:
     rows += [("scope", found["scope"])] if found["scope"] else []
     rows += [("reads", ", ".join(found["inputs"]) or "nothing"), ("gives", ", ".join(found["outputs"]) or "nothing")]
     if found["precision"]:
-        rows.append(("precision", found["precision"] + found["how"]))
+        rows.append(("precision", f"{found['precision']} ({found['how']})" if found["how"] else found["precision"]))
         rows += [("operands", ", ".join(f"{k} {v}" for k, v in found["operands"].items()))] if found["operands"] else []
         rows.append(("reason", f"{found['code']} {found['title'] or '(unknown to this version)'}"))
         evidence = ", ".join(f"{key} {_text(value)}" for key, value in found["evidence"].items())
@@ -182,7 +182,7 @@ def _planned(model: ir.Model, node: ir.Node, choices: dict[str, str]) -> tuple[d
     if found is None:
         return _decision(), _UNDECIDED
     operands = found.operands if set(found.operands.values()) != {found.precision} else {}
-    how = f" (as {choices.get('level', 'O2')} with {choices.get('dtype', 'fp16')} would decide)"
+    how = f"as {choices.get('level', 'O2')} with {choices.get('dtype', 'fp16')} would decide"
     return _decision(found.precision, found.code, found.evidence, operands), how
 
 
