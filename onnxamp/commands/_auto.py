@@ -189,7 +189,7 @@ def remaining(found: SearchResult) -> str:
     count = sum(found.remaining.values())
     nodes = f"{count} node" + "s" * (count != 1)
     if len(found.remaining) == 1:
-        return f"{nodes} that {next(iter(found.remaining))}"
+        return f"{nodes} {next(iter(found.remaining))}"
     return f"{nodes}: " + ", ".join(f"{number} {reason}" for reason, number in found.remaining.items())
 
 

@@ -45,15 +45,15 @@ _REFINEMENTS = 8
 # Raised nodes of which all parts are tried: 16 at most.
 _ENUMERATED = 4
 # Why a node stays fp32 in the plan that is chosen.
-RAISED = "were raised to meet the tolerance"
-COSTLY = "would cost more bytes in Casts than 16 bits save"
-MISSES = "would miss the tolerance in 16 bits"
-OVERFLOWS = "overflow in 16 bits on the samples"
-UNSEEN = "are run by no sample"
-UNTRIED = "were not tried, for want of evaluations"
-NO_KERNEL = "have no 16-bit kernel on the target"
-ILLEGAL = "have no 16-bit form, or work on shapes"
-KEPT = "are kept by you"
+RAISED = "raised to meet the tolerance"
+COSTLY = "that would cost more bytes in Casts than 16 bits save"
+MISSES = "that would miss the tolerance in 16 bits"
+OVERFLOWS = "beyond the range of 16 bits on the samples"
+UNSEEN = "run by no sample"
+UNTRIED = "not tried, for want of evaluations"
+NO_KERNEL = "without a 16-bit kernel on the target"
+ILLEGAL = "without a 16-bit form, or at work on shapes"
+KEPT = "kept by you"
 
 
 @dataclasses.dataclass(frozen=True)

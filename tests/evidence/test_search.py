@@ -184,7 +184,7 @@ def test_why_nodes_stay_fp32_is_said(
     )
     found = search(model, FP16, Tolerance(cosine=0.999), {"x": 3 * samples[0]["x"]})
     assert found.remaining == {OVERFLOWS: 2}
-    assert remaining(found) == f"2 nodes that {OVERFLOWS}"
+    assert remaining(found) == f"2 nodes {OVERFLOWS}"
     assert search(in_a_loop, FP16, Tolerance(cosine=0.5), loop_samples).remaining[UNSEEN] == 1
     costly = proto(
         """g (float[8,32] x) => (float[8,32] y, float[8,32] z)
