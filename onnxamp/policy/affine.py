@@ -64,9 +64,18 @@ def _affines(facts: Facts) -> Iterator[tuple[ir.Value, tuple[ir.Node, ir.Node]]]
             yield data, (product, total)
 
 
+def _keeps_type(node: ir.Node) -> bool:
+    """Whether this is a Cast to the type that its operand has."""
+    source = node.inputs[0] if operator_name(node) == "Cast" else None
+    return source is not None and source.dtype is not None and source.dtype == node.outputs[0].dtype
+
+
 def _only_reader(facts: Facts, node: ir.Node, name: str) -> ir.Node | None:
-    """The only node that reads the result of `node`, if it is that operator with a constant."""
+    """The only node that reads the result of `node`, Casts of no effect aside, if it is that operator with a constant."""
     readers = list(node.outputs[0].consumers())
+    while len(readers) == 1 and _keeps_type(readers[0]) and not node.outputs[0].is_graph_output():
+        (node,) = readers  # ONNX Runtime takes it out before it fuses
+        readers = list(node.outputs[0].consumers())
     if len(readers) != 1 or operator_name(readers[0]) != name or node.outputs[0].is_graph_output():
         return None
     others = [value for value in readers[0].inputs if value is not node.outputs[0]]

@@ -34,6 +34,10 @@ SHAPES = {"alone": NORM.replace("(x", "(x0"), "behind": f"x = MatMul(x0, w) {NOR
 SHAPES |= {
     name + " and before": text.replace("y = Add", "h = Add") + " y = MatMul(h, w)" for name, text in SHAPES.items()
 }
+# A Cast that the exporter left there (DeBERTa); ONNX Runtime takes it out before it fuses.
+SHAPES["with a Cast of no effect"] = SHAPES["behind and before"].replace(
+    "ng = Mul(n, g)", "nc = Cast <to = 1> (n)  ng = Mul(nc, g)"
+)
 
 
 def model(body: str) -> onnx.ModelProto:
