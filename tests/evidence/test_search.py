@@ -236,6 +236,28 @@ def test_a_measure_of_the_users(islands: onnx.ModelProto, samples: Samples) -> N
     assert found.best.result.missed == ("score 0.25 < 0.5",)
 
 
+def test_a_cheaper_part_of_few_raised_nodes_is_found(samples: Samples) -> None:
+    """A measure need not go with noise: this one is met with all three in fp32, with l3 alone, and with nothing between."""
+    constants = {name: weights(256, 32) for name in ("w1", "w2", "w3")}
+    constants["w1"][128:], constants["w3"][128:] = -0.99 * constants["w1"][:128], -0.9 * constants["w3"][:128]
+    model = proto(
+        """g (float[4,256] x) => (float[4,32] a, float[4,32] b, float[4,32] c)
+        { [l1] a = MatMul(x, w1)  [l2] b = MatMul(x, w2)  [l3] c = MatMul(x, w3) }""",
+        **constants,
+    )
+    half = RNG.standard_normal((4, 128)).astype(np.float32)
+    x = np.concatenate([half, half], axis=1)
+    exact = {name: x @ constants[f"w{number}"] for number, name in enumerate("abc", 1)}
+
+    def score(outputs: list[dict[str, np.ndarray]]) -> float:
+        a, b, c = (bool(np.abs(outputs[0][name] - exact[name]).max() < 1e-5) for name in "abc")
+        return float(c and a == b)
+
+    found = search(model, FP16, Tolerance(), [{"x": x}], score=score, least=1.0)  # type: ignore[arg-type]
+    assert any(trial.passed and len(trial.raised) == 3 for trial in found.trials)
+    assert found.best.raised == ("l3",)
+
+
 def test_a_score_that_the_model_itself_does_not_reach_is_not_searched_for(
     islands: onnx.ModelProto, samples: Samples, tmp_path: pathlib.Path
 ) -> None:
