@@ -27,6 +27,7 @@ import onnx
 import onnxruntime
 import safetensors.numpy
 import torch
+import zoo_base
 import zoo_models
 from torch import nn
 from torch.nn import functional
@@ -65,7 +66,7 @@ def make(name: str) -> tuple[nn.Module, dict[str, torch.Tensor], torch.Tensor, s
     with torch.no_grad():
         output = module(*inputs.values())
     axis = output.ndim - 1 if output.ndim <= 3 else 1
-    if output.ndim == 2 or output.shape[axis] in (5, 21, zoo_models.VOCABULARY):
+    if output.ndim == 2 or output.shape[axis] in (5, 21, zoo_base.VOCABULARY):
         shape = [size for index, size in enumerate(output.shape) if index != axis]
         return module, inputs, torch.randint(0, output.shape[axis], shape), "cross_entropy"
     return module, inputs, output + output.std() * torch.randn_like(output), "mse"
