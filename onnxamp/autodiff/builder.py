@@ -229,6 +229,7 @@ class Builder(Emitter):
         sizes = [self.dim(value, axis) for axis in open_axes]
         extent = sizes[0] if len(sizes) == 1 else self.Concat(*sizes, axis=0)
         ones = self.Expand(self.scalar(1.0, dtype), extent)
+        ones.shape = ir.Shape([dims[axis] for axis in open_axes])  # Expand does not tell it
         total = self.sum(ones, range(len(open_axes)), keepdims=False)
         return self.Mul(total, float(static)) if static != 1 else total
 

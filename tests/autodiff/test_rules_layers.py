@@ -237,4 +237,4 @@ def test_rule(check_case, case):
 
 
 def test_number_of_cases():
-    assert len(CASES) == 109
+    assert len(CASES) == 114
