@@ -141,7 +141,7 @@ class Comparison:
                 found = self._picked(node, pick, self._feeds[names[0]])
             except AmpError:  # inner values that the runtime cannot give
                 continue
-            if found is None or found[1][0].shape != found[1][1].shape:
+            if found is None or any(one.shape != other.shape for one, other in found):
                 continue
             unequal = int(np.count_nonzero(found[1][0] != found[1][1]))
             if unequal and not self.tolerance.missed(difference(*found[0])) and not unexplained(node, *found):

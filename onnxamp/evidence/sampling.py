@@ -87,6 +87,7 @@ def _made_up(
 ) -> tuple[list[Sample], str]:
     """Samples made up from `model`, of the first size of free dimensions with which it runs, and the words for them."""
     first: DataError | None = None
+    lacking: MemoryError | None = None
     tried = set()
     for other in (synthesis.OTHER, *ALTERNATIVES):
         made, sizes = synthesis.synthesize(model, count, dim=dim, seed=seed, other=other)
@@ -97,14 +98,17 @@ def _made_up(
         tried.add(shapes)
         try:
             run(session, made[0])
+        except MemoryError as problem:  # a smaller size may fit
+            lacking = problem
         except DataError as problem:
             first = first or DataError(
                 f"The reference does not run on {source}: {problem} Give real inputs with --data, or sizes with --dim."
             )
         else:
             return _with_both_flags(made, model, session, dim, count, seed, other), source
-    assert first is not None
-    raise first
+    failed = first or lacking
+    assert failed is not None
+    raise failed
 
 
 def _with_both_flags(

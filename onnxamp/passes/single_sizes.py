@@ -67,6 +67,8 @@ class _Sizes:
         picked = self.dimensions(result)
         if picked is None or picked[1].shape != (1,) or result.is_graph_output() or not result.uses():
             return
+        if result.dtype != ir.DataType.INT64:
+            return
         source, axis = picked[0], int(picked[1][0])
         name = self.names.node(f"{result.name}/size")
         size = ir.node("Shape", [source], {"start": axis, "end": axis + 1}, name=name)
@@ -116,6 +118,8 @@ class _Sizes:
                 return None
             places = np.arange(len(source.shape))
             return source, places[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(places))]
+        if node.op_type == "Cast" and node.outputs[0].dtype not in (ir.DataType.INT32, ir.DataType.INT64):
+            return None
         rank, take = TAKEN.get(node.op_type, (None, None))
         found = self.dimensions(source) if take is not None and node.op_type != "Concat" else None
         if take is None or found is None or rank not in (None, found[1].ndim):

@@ -10,6 +10,7 @@ import onnx
 import pytest
 
 from onnxamp.conversion import convert
+from onnxamp.errors import InternalError
 from onnxamp.evidence import opening
 from onnxamp.evidence.opening import crash_on_cpu
 from onnxamp.model import io
@@ -28,7 +29,7 @@ def _model(body: str) -> onnx.ModelProto:
         f"""<ir_version: 10, opset_import: ["" : 17]> g (float[a,4,8] x) => (float[b,c,d] y) {{ {body} }}"""
     )
     for name, shape in {"w": (8, 8), "v": (4, 8)}.items():
-        if f" {name})" in body or f"({name})" in body:
+        if f"{name} =" not in body and (f" {name})" in body or f"({name})" in body):
             array = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
             proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     return proto
@@ -59,6 +60,21 @@ def test_fp32_and_large_files_are_not_opened(tmp_path, monkeypatch):
         crash_on_cpu(low, tmp_path / "none.onnx")
     monkeypatch.setattr(opening, "_MOST_BYTES", 8 * 8 * 2 - 1)
     assert crash_on_cpu(low, tmp_path / "none.onnx") == ""
+    ones = ", ".join(["1.0"] * 64)
+    inside = f"w = Constant<value = float[8, 8] {{{ones}}}>() {MODELS['attention']}"
+    held = convert(_model(inside), level="O3", io="low")
+    assert crash_on_cpu(held.model, tmp_path / "none.onnx") == ""
     monkeypatch.undo()
     monkeypatch.setattr(opening.worker, "shared", None)
     assert crash_on_cpu(io.load(_model(MODELS["attention"])), tmp_path / "none.onnx") == ""
+
+
+@pytest.mark.parametrize("problem", [MemoryError("none left"), InternalError("the worker")], ids=str)
+def test_what_cannot_be_opened_here_is_not_told(problem, tmp_path, monkeypatch):
+    class Failing:
+        def run(self, *arguments, **options):
+            raise problem
+
+    low = convert(_model(MODELS["attention"]), level="O3", io="low").model
+    monkeypatch.setattr(opening.worker, "shared", Failing)
+    assert crash_on_cpu(low, tmp_path / "none.onnx") == ""

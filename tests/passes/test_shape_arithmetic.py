@@ -115,6 +115,19 @@ CASES = {
           m = Mul(f, h) y = Div(x, m) }""",
         ["Shape", "Gather", "Cast", "Mul", "Div"],
     ),
+    "a float size made a vector, read as one": (
+        SingleSizes,
+        """g (float[B, 6] x) => (float[B, 6] y)
+        { s = Shape(x) i = Constant<value = int64 {0}>() n = Gather(s, i) f = Cast<to=1>(n) z = Constant<value = int64[1] {0}>()
+          u = Unsqueeze(f, z) y = Div(x, u) }""",
+        ["Shape", "Gather", "Cast", "Unsqueeze", "Div"],
+    ),
+    "whether there is a size, read as one": (
+        SingleSizes,
+        """g (float[B, 6] x) => (float[B, 6] y)
+        { s = Shape(x) i = Constant<value = int64 {0}>() n = Gather(s, i) b = Cast<to=9>(n) f = Cast<to=1>(b) y = Div(x, f) }""",
+        ["Shape", "Gather", "Cast", "Cast", "Div"],
+    ),
     "the shape itself, read as one": (
         SingleSizes,
         """g (float[B, 2] x) => (float[B, 2] y) { s = Shape(x) f = Cast<to=1>(s) y = Div(x, f) }""",

@@ -203,3 +203,10 @@ def test_sums_of_integers_stay_fp32_until_they_are_scaled(codes_of, level):
     assert {found[name] for name in "ftm"} == {("fp32", "AMP213")}
     assert found["h"][0] == found["y"][0] == "fp16"
     assert found["r"][0] == ("fp32" if level == "O1" else "fp16")  # at O1 the widest input decides
+
+
+def test_long_sums_before_a_cast_are_followed_once(codes_of):
+    """2^600 ways lead back through these sums, and none is an integer product."""
+    sums = "".join(f"i{n + 1} = Add(i{n}, i{n}) " for n in range(600))
+    text = f"g (int32[4] i0, float[4] x) => (float[4] y) {{ {sums} f = Cast<to=1>(i600) y = Mul(f, x) }}"
+    assert codes_of(text)["y"][1] != "AMP213"

@@ -12,6 +12,7 @@ from onnxamp.policy.facts import SINGLE_MOVES, Facts
 from onnxamp.policy.marks import Marks
 from onnxamp.policy.operators import HEAVY
 
+_INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 _INTEGER_PRODUCTS = frozenset({"MatMulInteger", "ConvInteger", "com.microsoft.MatMulInteger16"})
 
 
@@ -45,10 +46,17 @@ def integer_sums(marks: Marks) -> None:
 
 def _sums_integers(facts: Facts, value: ir.Value | None) -> bool:
     """Whether `value` is the result of an integer product, with integers added to it perhaps."""
-    node = facts.source(value)
-    if node is not None and operator_name(node) in ("Add", "Sub"):
-        return any(_sums_integers(facts, operand) for operand in node.inputs)
-    return node is not None and operator_name(node) in _INTEGER_PRODUCTS
+    pending, seen = [value], set[ir.Node]()
+    while pending:
+        value = pending.pop()
+        node = facts.source(value) if value is not None and value.dtype in _INTEGERS else None
+        if node is None or node in seen:
+            continue
+        if operator_name(node) in _INTEGER_PRODUCTS:
+            return True
+        seen.add(node)
+        pending += node.inputs if operator_name(node) in ("Add", "Sub") else ()
+    return False
 
 
 def _scalings(marks: Marks, cast: ir.Node) -> Iterator[tuple[ir.Node, ir.Value]]:
