@@ -6,10 +6,11 @@ import math
 import pathlib
 from typing import TYPE_CHECKING
 
-from onnxamp.commands._auto import Asked, remaining, verdict
+from onnxamp.commands._auto_words import remaining, verdict
 from onnxamp.report import Figures, LinePlot, Note, Section, Series, Table, page
 
 if TYPE_CHECKING:
+    from onnxamp.commands._auto_asked import Asked
     from onnxamp.evidence.search import SearchResult
 
 # Nodes of the table of sensitivities.

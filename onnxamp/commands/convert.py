@@ -103,6 +103,7 @@ def command(
     """Rewrite MODEL to mixed precision: Casts where they are needed, FP32 where it must be, a reason for each decision."""
     from onnxamp import console
     from onnxamp.commands import _auto, _converted, _widen
+    from onnxamp.commands._auto_asked import asked
     from onnxamp.commands._options import check_outputs, input_sizes, measured_sizes, sizes
     from onnxamp.commands._verified import compare
     from onnxamp.conversion import convert
@@ -139,7 +140,7 @@ def command(
         choices["ranges"] = calibration.ranges
     if auto:
         options = _auto.options(choices, dims)
-        searched = _auto.run(model, path, options, _auto.asked(tolerance, metric), data, max_evals, made_up)
+        searched = _auto.run(model, path, options, asked(tolerance, metric), data, max_evals, made_up)
         result = searched.result
     else:
         with console.progress(f"converting {model}"):

@@ -10,7 +10,7 @@ import pytest
 from onnx import numpy_helper, parser
 
 import onnxamp
-from onnxamp.commands._auto import remaining, verdict
+from onnxamp.commands._auto_words import remaining, verdict
 from onnxamp.errors import UsageError
 from onnxamp.evidence import Tolerance
 from onnxamp.evidence.search import COSTLY, KEPT, MISSES, OVERFLOWS, UNSEEN, UNTRIED, SearchResult, search
