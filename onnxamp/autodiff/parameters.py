@@ -8,7 +8,15 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxamp.autodiff.emitter import FLOATS
-from onnxamp.autodiff.provenance import folded_from, follows_formula, looks_learned, named, noted
+from onnxamp.autodiff.provenance import (
+    folded_from,
+    follows_formula,
+    looks_learned,
+    module_of,
+    named,
+    noted,
+    statistic_of,
+)
 from onnxamp.autodiff.uses import CHANNELS, COMPUTED, PARAMETERS, PLACES, Use, Uses
 from onnxamp.model.tensors import content_key, is_distinct
 
@@ -80,12 +88,15 @@ def classify(model: ir.Model) -> Parameters:
     between two Reshapes, whose own ones and zeros are frozen. Weights may also be cut and joined on their way (gates of recurrent
     operators). Trainable if their numbers look learned (`provenance`) are tables that Add adds to every sample alike (positions),
     vectors that Concat puts in front (class tokens), named vectors of eight or more channels that Mul or Add takes (layer
-    scales), and what a weight is computed from (weight normalization); weights and tables of sines are not trainable. What the
-    exporter itself notes (PyTorch with `dynamo=True`) goes before all of it. Initializers of subgraphs are constants.
+    scales), and what a weight is computed from (weight normalization); weights and tables of sines are not trainable. Of a
+    BatchNormalization that is written out, what is called a running mean or variance is a buffer, and its scale and bias are in
+    doubt: frameworks write so what they freeze. What the exporter itself notes (PyTorch with `dynamo=True`) goes before all of it.
+    Initializers of subgraphs are constants.
     """
     classes: dict[str, list[Parameter]] = {"trainable": [], "unsure": [], "frozen": [], "buffers": []}
     tied: dict[str, tuple[str, ...]] = {}
     uses_of = Uses(model.graph).of
+    normalized = {module for name in model.graph.initializers if (module := statistic_of(name)) is not None}
     for value in model.graph.initializers.values():
         tensor = value.const_value
         if tensor is None or tensor.dtype not in FLOATS:
@@ -102,6 +113,10 @@ def classify(model: ir.Model) -> Parameters:
             and follows_formula(tensor.numpy())
         ):
             kind, reason = "unsure", f"{reason}, by a formula"
+        elif kind == "unsure" and statistic_of(str(value.name)) is not None:
+            kind, reason = "buffers", "statistic by its name"
+        elif kind == "unsure" and module_of(str(value.name)) in normalized:
+            reason = f"{reason}, beside statistics"
         elif kind == "unsure" and (role := _placed(uses, value)) and looks_learned(tensor.numpy()):
             kind, reason = "trainable", f"{role} of {uses[0].op}, {BY_NUMBERS}"
         classes[kind].append(Parameter(str(value.name), tensor.dtype, shape, uses, reason))

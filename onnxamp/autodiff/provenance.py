@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -24,8 +25,12 @@ _NUMBERED = re.compile(r"^[a-z]\d*$|(^|[._])(const(ant)?|val|cst|tmp|initializer
 _OF_FORMULA = re.compile(
     r"(^|_)(eps(ilon)?|inf|pi|zero|one|two|three|half|ten|min|max|low|high|r?sqrt)(?=[_\d]|$)", re.IGNORECASE
 )
-# The part of a learned tensor's numbers that are different from each other: drawn or trained ones hardly ever meet.
-_DIFFERENT = 0.9
+# What frameworks call the statistics of a BatchNormalization: PyTorch, and TensorFlow and Keras.
+_STATISTIC = re.compile(r"(^|[./_])(running_(mean|var)|num_batches_tracked|moving_(mean|var|variance))(?=$|[./:])")
+# The part of a learned tensor's numbers that are different from each other (drawn or trained ones hardly ever meet), among so many of
+# them; 16 bits hold few different ones (a binade of bf16 has 128), so fewer are looked at.
+_DIFFERENT, _SAMPLE = 0.9, 4096
+_DIFFERENT_16, _SAMPLE_16 = 0.75, 128
 # What a formula must explain, so that drawn numbers do not follow it by chance.
 _MANY = 16
 # Tables above this number of elements are not looked at as a whole.
@@ -61,27 +66,62 @@ def named(name: str) -> bool:
     return bool(_ATTRIBUTE.fullmatch(name)) and not (_NUMBERED.search(name) or _OF_FORMULA.search(last))
 
 
+def statistic_of(name: str) -> str | None:
+    """Of which module a tensor is a statistic by its name (`bn1` of `bn1.running_mean`); None if it is called like none."""
+    found = _STATISTIC.search(name)
+    return None if found is None else name[: found.start()]
+
+
+def module_of(name: str) -> str:
+    """The module that a tensor belongs to by its name (`bn1` of `bn1.weight`, `net/bn` of `net/bn/gamma`)."""
+    return name[: max(name.rfind("."), name.rfind("/"), 0)]
+
+
 def looks_learned(array: NDArray[Any]) -> bool:
     """Whether the numbers look drawn or trained, and not made by a formula.
 
-    Masks, grids, distances, zeros and ones repeat few numbers; tables of sines and cosines hold points of one circle;
-    coordinates and frequencies go on by one step or one factor.
+    Masks, grids, distances, zeros and ones repeat few numbers, or are whole multiples of one; tables of sines and cosines hold points
+    of one circle; coordinates and frequencies go on by one step or one factor.
     """
-    values = np.asarray(array, np.float64)
-    if values.size < 2 or not np.isfinite(values).all():
+    if array.size < 2 or not np.isfinite(array).all() or not _is_varied(array.reshape(-1)):
         return False
-    different = len(np.unique(values)) >= _DIFFERENT * values.size
-    return bool(different and not _is_waves(values) and not _is_ramp(values))
+    return not any(_is_waves(part) or _is_ramp(part) for part in _parts(array))
+
+
+def _is_varied(numbers: NDArray[Any]) -> bool:
+    """Whether hardly any two numbers of a sample are equal; those of 16 bits must not all be multiples of one either."""
+    values = _sample(numbers, _SAMPLE).astype(np.float64)
+    with np.errstate(over="ignore"):
+        short = any((values == values.astype(dtype)).all() for dtype in (np.float16, ml_dtypes.bfloat16))
+    if not short:
+        return len(np.unique(values)) >= _DIFFERENT * values.size
+    sizes = np.abs(values[values != 0])
+    few = _sample(values, _SAMPLE_16)
+    return len(np.unique(few)) >= _DIFFERENT_16 * few.size and bool((sizes % sizes.min(initial=np.inf) != 0).any())
+
+
+def _sample(numbers: NDArray[Any], count: int) -> NDArray[Any]:
+    """Some of the numbers, drawn with a seed: evenly spaced ones might all be of one column of a table."""
+    if numbers.size <= count:
+        return numbers
+    return numbers[np.sort(np.random.default_rng(0).choice(numbers.size, count, replace=False))]
+
+
+def _parts(array: NDArray[Any]) -> list[NDArray[np.float64]]:
+    """A tensor as a whole, or where it is large a few whole rows and a few whole columns of it, which tell as much."""
+    if array.size <= _WHOLE:
+        return [np.asarray(array, np.float64)]
+    few = (slice(0, 8),) * (array.ndim - 1)
+    parts = (array[*few, :], array[:, *few])
+    return [np.asarray(part, np.float64) for part in parts if part.size <= _WHOLE]
 
 
 def follows_formula(array: NDArray[Any]) -> bool:
     """Whether a weight or table was computed and not drawn: sines and cosines, or one row of successive whole numbers."""
-    if array.ndim < 2:
-        return False
-    if array.size > _WHOLE:  # a few whole rows, and a few whole columns, tell
-        few = (slice(0, 8),) * (array.ndim - 1)
-        return any(follows_formula(part) for part in (array[*few, :], array[:, *few]) if part.size <= _WHOLE)
-    values = np.asarray(array, np.float64)
+    return array.ndim > 1 and any(_is_formula(part) for part in _parts(array))
+
+
+def _is_formula(values: NDArray[np.float64]) -> bool:
     if not np.isfinite(values).all() or len(np.unique(np.abs(values))) < _MANY:
         return False
     if values.size == max(values.shape):

@@ -134,22 +134,20 @@ class Uses:
             yield from found
             return
         axes = _long_axes(value)
-        part = axes is not None and (axes == _long_axes(node.outputs[0]) or len(axes) == 1)
+        part = axes == _long_axes(node.outputs[0]) or len(axes) == 1
         role = COMPUTED if found and part else ""
         yield Use(node.name or str(node.outputs[0].name), node.op_type, position, role)
 
 
-def _long_axes(value: ir.Value) -> list[int] | None:
-    """The sizes of a value that are not 1, if all are known."""
-    if value.shape is None or any(not isinstance(size, int) for size in value.shape):
-        return None
-    return [size for size in value.shape if isinstance(size, int) and size != 1]
+def _long_axes(value: ir.Value) -> list[int]:
+    """The fixed sizes of a value that are not 1; the others are those of a batch, for which a learned query is repeated."""
+    return [size for size in value.shape or () if isinstance(size, int) and size != 1]
 
 
 def _role(node: ir.Node, position: int, value: ir.Value, changing: Set[ir.Value]) -> str:
     key = (node.domain, node.op_type)
     if node.op_type in _PRODUCTS and changing.isdisjoint(node.outputs) and (position < 2 or node.op_type == "Einsum"):
-        return COMPUTED if len(_long_axes(value) or ()) > 1 else ""
+        return COMPUTED if len(_long_axes(value)) > 1 else ""
     if key == ("", "InstanceNormalization") and _is_group_constant(node, position, value):
         return "setting"
     if position in _SLOTS.get(key, {}):
@@ -166,7 +164,8 @@ def _role(node: ir.Node, position: int, value: ir.Value, changing: Set[ir.Value]
         return "scale"
     if key in (("", "Mul"), ("", "Add")) and _is_channels(node, value) and _is_grouped(node.inputs[1 - position]):
         return "scale" if node.op_type == "Mul" else "bias"
-    if key in (("", "Mul"), ("", "Add")) and _is_each_channel(node, position, value):
+    other = node.inputs[1 - position] if key in (("", "Mul"), ("", "Add")) else None
+    if other is not None and other in changing and _is_each_channel(node, position, value):
         return CHANNELS
     if key == ("", "Add") and _is_table(node, value):
         return "position table"

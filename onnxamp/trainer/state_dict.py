@@ -186,7 +186,8 @@ def export(names: Names, parameters: Mapping[str, Array], path: str | os.PathLik
             inner, turned = names.tensors[name]
             trained = parameters[inner].T if turned else parameters[inner]
             # A vector may be stored as [C, 1, 1]; a head that was replaced has another shape than the original's.
-            result[name] = np.ascontiguousarray(trained.reshape(-1) if value.ndim == 1 else trained, dtype=value.dtype)
+            # `asarray`, as `ascontiguousarray` makes [1] of a single number.
+            result[name] = np.asarray(trained.reshape(-1) if value.ndim == 1 else trained, dtype=value.dtype, order="C")
         else:
             result[name] = value
     target = Path(path)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -333,6 +334,51 @@ def test_a_ramp_is_one_however_small_its_steps_are(count):
     assert looks_learned((1 + 3e-4 * RNG.standard_normal(16)).astype(np.float32))
 
 
+NUMBERS = {
+    "a large table": (RNG.standard_normal((2048, 64)).astype(np.float32), True),
+    "of fp16": (RNG.standard_normal((256, 64)).astype(np.float16), True),
+    "of bf16": (RNG.standard_normal((256, 64)).astype(ml_dtypes.bfloat16).astype(np.float32), True),
+    "a few of bf16": (RNG.standard_normal(8).astype(ml_dtypes.bfloat16).astype(np.float32), True),
+    "large waves": (_sines(1024, 512), False),
+    "large distances": (np.abs(np.subtract.outer(np.arange(1024.0), np.arange(1024))), False),
+    "large distances, scaled": (0.3 * np.abs(np.subtract.outer(np.arange(1024), np.arange(1024))), False),
+    "distances of fp16": (0.25 * np.abs(np.subtract.outer(np.arange(64.0), np.arange(64))), False),
+    "levels": (RNG.integers(-8, 8, (64, 64)) / 8, False),
+    "zeros": (np.zeros(2), False),
+    "mostly ones": (np.array([1, 1, 1, 1, 1, 0.75, 0.5]), False),
+}
+
+
+@pytest.mark.parametrize(("array", "learned"), NUMBERS.values(), ids=NUMBERS)
+def test_numbers_of_any_size_and_type(array, learned):
+    assert looks_learned(array) == learned
+
+
+def test_a_batch_normalization_that_is_written_out_keeps_its_statistics():
+    """... and what it is frozen with, where the exporter notes nothing of it."""
+    text = """g (float[N, 16, 4, 4] x) => (float[N, 16, 4, 4] y)
+        { v = Add(bn.running_var, eps) r = Sqrt(v) i = Reciprocal(r) s = Mul(bn.weight, i) m = Mul(bn.running_mean, s)
+          b = Sub(bn.bias, m) c = Conv(x, w) n = Mul(c, s) o = Add(n, b) g = Mul(o, layer.scale) y = Add(g, norm.moving_mean) }"""
+    each = (1, 16, 1, 1)
+    dotted = [f"bn.{name}" for name in ("running_var", "weight", "running_mean", "bias")] + [
+        "layer.scale",
+        "norm.moving_mean",
+    ]
+    for name in dotted:
+        text = text.replace(name, name.replace(".", "_"))
+    tensors = {name.replace(".", "_"): each for name in dotted} | {
+        "bn_running_var": np.abs(RNG.standard_normal(each)).astype(np.float32)
+    }
+    model = ir.from_proto(with_weights(parse(text), w=(16, 16, 1, 1), eps=np.float32(1e-5), **tensors))
+    for name in dotted:
+        model.graph.initializers[name.replace(".", "_")].name = name
+    infer(model)
+    found = classify(model)
+    assert [p.name for p in found.trainable] == ["w", "layer.scale"]
+    assert [p.name for p in found.buffers] == ["bn.running_var", "bn.running_mean", "norm.moving_mean"]
+    assert {p.name for p in found.unsure} == {"bn.weight", "bn.bias", "eps"}
+
+
 def test_a_table_of_positions_may_be_cut_to_the_sample():
     text = """g (float[N, 12, 16] x) => (float[N, 12, 16] y)
         { cut = Slice(table, zero, length, one) y = Add(x, cut) }"""
@@ -430,6 +476,12 @@ COMPUTED = {
     ),
     "a product of constants": (
         "r = MatMul(sines, proj) t = Transpose(r) a = Conv(x, w) y = MatMul(a, t)", {"sines": _sines(), "proj": (16, 6)}, "proj w",
+    ),
+    "a learned query": (
+        "n = Shape<start=0, end=1>(x) one = Constant<value_ints=[1, 1]>() s = Concat<axis=0>(n, one) "
+        "q = Expand(query, s) k = LayerNormalization(q, g) p = MatMul(k, m) "
+        "t = Transpose<perm=[0, 2, 1]>(p) a = MatMul(t, x) y = MatMul(a, w)",
+        {"query": (1, 4, 8), "g": (8,), "m": (8, 8)}, "query g m w",
     ),
     "sines as weights": ("a = Conv(x, w) y = MatMul(a, sines)", {"sines": _sines(6)}, "w"),
     "sines looked up": ("a = Conv(x, w) b = Gather(sines, axes) y = Add(a, b)", {"sines": _sines()}, "w"),

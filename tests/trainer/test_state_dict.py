@@ -79,6 +79,14 @@ def test_low_precision_originals(tmp_path):
     np.testing.assert_array_equal(out.astype(np.float32), 2 * weight.astype(np.float32))
 
 
+def test_a_single_number_keeps_its_shape(tmp_path):
+    safetensors.numpy.save_file({"scale": np.array(0.07, np.float32)}, tmp_path / "o.safetensors")
+    names = match({"scale": np.array(0.07, np.float32)}, tmp_path / "o.safetensors")
+    export(names, {"scale": np.array(0.5, np.float32)}, tmp_path / "n.safetensors")
+    out = safetensors.numpy.load_file(tmp_path / "n.safetensors")["scale"]
+    assert (out.shape, out) == ((), 0.5)
+
+
 def test_what_cannot_be_told_apart(tmp_path):
     ones = np.ones(4, np.float32)
     safetensors.numpy.save_file({"a.weight": ones}, tmp_path / "o.safetensors")

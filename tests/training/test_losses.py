@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from onnxamp.errors import UsageError
-from onnxamp.training.forward import prepare
+from onnxamp.model.types import infer
+from onnxamp.training.forward import class_axis, prepare
 from onnxamp.training.fragment import FLOAT, INT64
 from onnxamp.training.losses import (
     COMPARING,
@@ -312,3 +313,13 @@ def test_class_dimension_of_three_comes_from_the_model(inputs, body, axis):
     forward = prepare(source, CrossEntropy())
     assert forward.loss.axis == axis
     assert f"Dimension {axis} of" in forward.notes[-1]
+
+
+@pytest.mark.parametrize(("classes", "found"), [("5", True), ("C", True), ("?", False)])
+def test_a_reshaped_projection_has_its_classes_last_where_their_number_is_known(classes, found):
+    text = f"""<ir_version: 10, opset_import: ["" : 18]>
+        g (float[N, 8] h, float[8, {classes}] w, int64[3] shape) => (float[A, B, {classes}] y)
+        {{ f = MatMul(h, w) y = Reshape(f, shape) }}"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    infer(model)
+    assert (class_axis(model.graph.outputs[0]) is not None) == found
