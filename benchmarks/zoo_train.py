@@ -99,6 +99,16 @@ def export(module: nn.Module, inputs: dict[str, torch.Tensor], variant: str, pat
     )  # fmt: skip
 
 
+def as_in_file(module: nn.Module, proto: onnx.ModelProto) -> nn.Module:
+    """The module with batch statistics where the file has a BatchNormalization; those that the exporter merged keep their own."""
+    reference = copy.deepcopy(module)
+    kept = {name for node in proto.graph.node if node.op_type == "BatchNormalization" for name in node.input}
+    for name, part in reference.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            part.train(f"{name}.running_mean" in kept)
+    return reference
+
+
 def autograd(
     module: nn.Module, inputs: dict[str, torch.Tensor], labels: torch.Tensor, loss: str
 ) -> tuple[float, dict[str, np.ndarray]]:
@@ -116,27 +126,36 @@ def autograd(
 def compare(
     got: dict[str, np.ndarray], start: dict[str, np.ndarray], module: nn.Module, want: dict[str, np.ndarray]
 ) -> dict:
-    """The largest difference to the largest gradient; parameters without counterpart on either side."""
+    """The largest difference to the largest gradient; parameters without counterpart on either side.
+
+    Copies of a tied tensor each have a part of its gradient, so parts are summed.
+    """
     values = {name: p.detach().numpy() for name, p in module.named_parameters()}
     flat, grads = (np.concatenate([part[name].ravel() for name in values]) for part in (values, want))
+    ends = np.cumsum([value.size for value in values.values()])
+    first = dict(zip(values, [0, *ends], strict=False))
     owner = np.repeat(np.arange(len(values)), [value.size for value in values.values()])
     order = np.argsort(flat, kind="stable")
-    ranked, names, scale = flat[order], list(values), np.abs(grads).max()
-    worst, covered, strangers = 0.0, set(), []
+    ranked, names = flat[order], list(values)
+    sums, seen, unclear, strangers = np.zeros(grads.size), np.zeros(grads.size, bool), np.zeros(grads.size, bool), []
     for name, gradient in got.items():
-        if name in values and values[name].shape == gradient.shape:
-            worst = max(worst, np.abs(gradient - want[name]).max() / scale)
-            covered.add(name)
-            continue
-        numbers = start[name].ravel()
-        low, high = np.searchsorted(ranked, numbers, "left"), np.searchsorted(ranked, numbers, "right")
-        single = high - low == 1  # numbers that only one parameter has tell which it is
-        if (high > low).mean() < 0.98 or not single.any():
-            strangers.append(name)
-            continue
-        found = order[low[single]]
-        worst = max(worst, np.abs(gradient.ravel()[single] - grads[found]).max() / scale)
-        covered |= {names[index] for index in np.unique(owner[found])}
+        if name in values and np.array_equal(values[name], start[name]):  # a merged one may keep its name
+            found, part = first[name] + np.arange(gradient.size), gradient.ravel()
+        else:
+            numbers = start[name].ravel()
+            low, high = np.searchsorted(ranked, numbers, "left"), np.searchsorted(ranked, numbers, "right")
+            single = high - low == 1  # numbers that only one parameter has tell which it is
+            if (high > low).mean() < 0.98 or not single.any():
+                strangers.append(name)
+                continue
+            found, part = order[low[single]], gradient.ravel()[single]
+            whose = np.isin(owner, np.unique(owner[found]))
+            unclear |= whose & ~np.isin(np.arange(grads.size), found)  # has a part from here that was not found
+        sums[found] += part
+        seen[found] = True
+    seen &= ~unclear
+    worst = np.abs(sums - grads)[seen].max() / np.abs(grads).max()
+    covered = {names[index] for index in np.unique(owner[seen])}
     missing = [name for name in names if name not in covered and np.abs(want[name]).max() > 0]
     return {
         "error": float(worst),
@@ -183,8 +202,7 @@ def one(name: str, variant: str, levels: list[str]) -> dict:
         path = os.path.join(folder, "model.onnx")
         export(module, inputs, variant, path)
         proto = onnx.load(path)
-        norms = any(node.op_type == "BatchNormalization" for node in proto.graph.node)
-        reference = copy.deepcopy(module).train(norms)
+        reference = as_in_file(module, proto)
         feeds = {value.name: inputs[value.name].numpy() for value in proto.graph.input}
         started = time.process_time()
         bundle = training.build(path, loss=loss, optimizer=training.SGD(lr=1e-12, momentum=0.9), level="O0")
