@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from onnxamp.commands._auto_words import remaining, verdict
 
@@ -55,19 +58,24 @@ def run(
     from onnxamp.policy.file import policy_text
 
     policy, page, journal = beside(path)
-    with console.progress(f"searching {model}", max_evals) as advance:
-        found = search(
-            model,
-            options,
-            wanted.tolerance,
-            data,
-            max_evals=max_evals,
-            score=wanted.metric,
-            least=wanted.least,
-            dim=dim,
-            journal=journal,
-            on_trial=lambda trial: advance(),
-        )
+    try:
+        with console.progress(f"searching {model}", max_evals) as advance:
+            found = search(
+                model,
+                options,
+                wanted.tolerance,
+                data,
+                max_evals=max_evals,
+                score=wanted.metric,
+                least=wanted.least,
+                dim=dim,
+                journal=journal,
+                on_trial=lambda trial: advance(),
+            )
+    except KeyboardInterrupt:
+        if os.path.exists(journal):
+            click.echo(f"{journal} keeps the evaluations so far: the same command goes on from there.", err=True)
+        raise
     head = [
         f"level {options.level}, {options.dtype}, target {options.target}: what differs from the level's own decisions",
         f"found by `onnxamp convert --auto` on {found.data}: {verdict(found)}",

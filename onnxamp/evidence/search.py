@@ -21,7 +21,7 @@ from typing import Any
 
 from onnxamp.conversion import ConvertResult, convert_with
 from onnxamp.errors import AmpError, UsageError
-from onnxamp.evidence.evaluation import Evaluator, Trial
+from onnxamp.evidence.evaluation import Evaluation, Evaluator, Trial
 from onnxamp.evidence.frontier import Frontier, Point
 from onnxamp.evidence.inputs import Data
 from onnxamp.evidence.journal import Journal
@@ -147,6 +147,7 @@ class _Search:
     Attributes:
         found: The sensitivities by name.
         why: Why nodes that may be lowered are not, as far as the search knows.
+        reused: How many evaluations an interrupted search had made before.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class _Search:
         self.notes: list[str] = list(evaluator.notes)
         self.found: dict[str, Sensitivity] = {}
         self.why: dict[str, str] = {}
+        self.reused = 0
 
     def run(self) -> SearchResult:
         """O2 first, then what is better."""
@@ -180,6 +182,8 @@ class _Search:
         options = self.space.options_of(best.raised, best.lowered)
         result = convert_with(self.source, options)
         self.book.close()
+        if self.reused:
+            self.notes.append(f"An interrupted search went on: {self.reused} of its evaluations were there already.")
         return SearchResult(
             result,
             options.policy,
@@ -213,7 +217,7 @@ class _Search:
         if plan is None:
             return None
         self.left -= 1
-        kept = self.book.find(raised, lowered)
+        kept = self.kept(raised, lowered)
         if kept is None:
             candidate = convert_with(self.source, self.space.options_of(raised, lowered)).model
             kept = self.evaluator.evaluate(candidate)
@@ -224,9 +228,15 @@ class _Search:
         self.on_trial(trial)
         return trial
 
+    def kept(self, raised: tuple[str, ...], lowered: tuple[str, ...]) -> Evaluation | None:
+        """What the journal of an interrupted search has of a policy."""
+        found = self.book.find(raised, lowered)
+        self.reused += found is not None
+        return found
+
     def weights(self) -> Trial:
         """Round the constants that O2 reads in 16 bits, and nothing else."""
-        kept = self.book.find(("weights",), ("weights",))
+        kept = self.kept(("weights",), ("weights",))
         if kept is None:
             kept = self.evaluator.evaluate(self.space.rounded_weights())
             self.book.add(("weights",), ("weights",), kept)

@@ -15,6 +15,8 @@ import pytest
 from onnx import numpy_helper, parser
 from onnxruntime import InferenceSession
 
+from onnxamp.commands._auto import run
+from onnxamp.commands._auto_asked import asked
 from onnxamp.evidence import Tolerance
 from onnxamp.evidence.evaluation import Evaluator, Trial
 from onnxamp.evidence.search import search
@@ -60,7 +62,26 @@ def test_an_interrupted_search_goes_on_to_the_same_policy(
     assert resumed.trials[0].result.worst.max_abs == 1234.5
     assert resumed.policy == whole.policy
     assert resumed.trials[1:] == whole.trials[1:]
+    assert f"{stop} of its evaluations were there already" in resumed.notes[-1]
+    assert not any("there already" in note for note in whole.notes)
     assert not journal.exists()
+
+
+def test_an_interrupted_command_names_what_it_kept(
+    cancels: onnx.ModelProto,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(*args: object, journal: str, **options: object) -> None:
+        pathlib.Path(journal).touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("onnxamp.evidence.search.search", interrupted)
+    wanted = asked(["cosine=0.999"])
+    with pytest.raises(KeyboardInterrupt):
+        run("m.onnx", str(tmp_path / "out.onnx"), FP16, wanted, None, 30, {})
+    assert "out.search.jsonl keeps the evaluations so far" in capsys.readouterr().err
 
 
 KILLED = """
