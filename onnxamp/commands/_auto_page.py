@@ -24,7 +24,7 @@ def page_of(model: str, found: SearchResult, wanted: Asked) -> str:
         _note(found),
         *_plot(found),
         _evaluations(found),
-        _sensitivity(found),
+        *([_sensitivity(found)] if found.ranking else ()),
     ]
     return page(f"Search for {pathlib.Path(model).name}", sections, subtitle="onnxamp convert --auto")
 

@@ -67,7 +67,7 @@ class SearchResult:
         best: The trial that was chosen.
         trials: All evaluations, in order.
         weights: The measures when the weights alone are rounded as O2 rounds them, the arithmetic exact; None if O2 meets the tolerance.
-        ranking: Sensitivities, the most sensitive first.
+        ranking: Sensitivities, the most sensitive first; empty where O2 meets the tolerance and leaves nothing to lower.
         remaining: How many nodes stay fp32 by reason, in words, the most frequent first; empty if none meets the tolerance.
         data: Where the samples came from, in words.
         notes: What to know besides.
@@ -176,7 +176,8 @@ class _Search:
         """O2 first, then what is better."""
         base = self.trial("O2", (), ())
         assert base is not None
-        self.rank()
+        if not base.passed or self.space.lowerable:  # else there is nothing to choose
+            self.rank()
         weights = None if base.passed else self.weights()
         best = self.choose(base)
         options = self.space.options_of(best.raised, best.lowered)

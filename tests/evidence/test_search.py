@@ -10,6 +10,8 @@ import pytest
 from onnx import numpy_helper, parser
 
 import onnxamp
+from onnxamp.commands._auto_asked import asked
+from onnxamp.commands._auto_page import page_of
 from onnxamp.commands._auto_words import remaining, verdict
 from onnxamp.errors import UsageError
 from onnxamp.evidence import Tolerance
@@ -294,6 +296,14 @@ def test_outputs_that_say_nothing_are_named(islands: onnx.ModelProto) -> None:
     flat = proto("g (float[8,32] x) => (float[8,4] y) { [l] a = MatMul(x, w)  [r] y = Relu(a) }", w=weights(32, 4))
     (note,) = search(flat, FP16, Tolerance(cosine=0.99), [{"x": np.zeros((8, 32), np.float32)}], max_evals=1).notes
     assert "Output 'y' of the reference is 0 everywhere" in note
+
+
+def test_nothing_is_ranked_where_nothing_can_be_chosen() -> None:
+    flat = proto("g (float[8,32] x) => (float[8,4] y) { [l] a = MatMul(x, w)  [r] y = Relu(a) }", w=weights(32, 4))
+    found = search(flat, FP16, Tolerance(cosine=0.99), [{"x": weights(8, 32)}])
+    assert (found.feasible, len(found.trials), found.ranking) == (True, 1, ())
+    assert "Sensitivity" not in page_of("m.onnx", found, asked(["cosine=0.99"]))
+    assert search(flat, FP16, Tolerance(max_rel=1e-9), [{"x": weights(8, 32)}]).ranking
 
 
 def test_made_up_samples_are_named_as_such(islands: onnx.ModelProto) -> None:
