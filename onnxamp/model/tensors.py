@@ -38,7 +38,9 @@ def elements(tensor: ir.TensorProtocol) -> int:
 
 
 def nbytes(tensor: ir.TensorProtocol) -> int:
-    """The bytes of `tensor`; see `elements`."""
+    """The bytes of `tensor`, of strings those of their texts; see `elements`."""
+    if tensor.dtype == ir.DataType.STRING:  # of no fixed size
+        return int(tensor.nbytes)
     return byte_count(tensor.dtype, _dims(tensor))
 
 

@@ -111,6 +111,19 @@ def test_functions_are_specialised(tmp_path: pathlib.Path, judge: types.ModuleTy
     assert str(untouched.functions) == str(source.functions)
 
 
+def test_a_table_of_strings_stays(tmp_path: pathlib.Path, run_low: Run) -> None:
+    """Labels of a classifier: strings have no size of their own."""
+    source = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 18]> g (float[N, 4] x) => (string[N] label) {
+        h = MatMul(x, w)  i = ArgMax<axis = 1, keepdims = 0>(h)  label = Gather(names, i) }""")
+    names = np.array(["a", "b", "c", "long name"], object)
+    source.graph.initializer.extend(
+        [numpy_helper.from_array(np.eye(4, dtype=np.float32), "w"), numpy_helper.from_array(names, "names")]
+    )
+    result = converted(source, tmp_path)
+    assert numpy_helper.to_array(result.graph.initializer[1]).tolist() == names.tolist()
+    assert run_low(result, {"x": np.eye(4, dtype=np.float32)[[3, 0]]})["label"].tolist() == ["long name", "a"]
+
+
 def test_a_function_for_another_opset_is_refused() -> None:
     source = onnx.parser.parse_model(FUNCTIONS)
     source.functions[0].opset_import[0].version = 13
