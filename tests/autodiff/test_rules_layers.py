@@ -42,6 +42,8 @@ GATHERS = [
     case("Gather", (2, 5), np.asarray([4, 0, 4], np.int32), axis=-1),
     case("Gather", (2, 5, 3), np.asarray(1), axis=1),
     case("Gather", (2, 5, 3), np.asarray([-1]), axis=1),
+    case("Gather", (2, 5, 3), np.asarray([[3]]), axis=1),
+    case("Gather", (5, 3), np.asarray([[[-2]]])),
     case("GatherElements", (3, 4), np.asarray([[0, 0, 1, 2], [2, 0, 1, 2]])),
     case("GatherElements", (3, 4), np.asarray([[0, 3], [1, 1], [2, 2]]), axis=1),
     case("GatherND", (3, 4), np.asarray([[0, 1], [2, 3], [0, 1]])),
@@ -237,4 +239,4 @@ def test_rule(check_case, case):
 
 
 def test_number_of_cases():
-    assert len(CASES) == 114
+    assert len(CASES) == 116

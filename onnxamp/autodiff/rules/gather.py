@@ -22,7 +22,11 @@ def gather(op: Builder, node: ir.Node, g: ir.Value) -> Gradients:
     axis = node.attributes.get_int("axis", 0) % rank
     content = op.known(indices)
     if content is not None and content.size == 1:
-        return [_place(op, g if content.ndim else op.Unsqueeze(g, [axis]), data, axis, int(content.reshape(())))]
+        if content.ndim == 0:
+            g = op.Unsqueeze(g, [axis])
+        elif content.ndim > 1:
+            g = op.Squeeze(g, list(range(axis + 1, axis + content.ndim)))
+        return [_place(op, g, data, axis, int(content.reshape(())))]
     _needs_add(op)
     order = list(range(rank))
     order.insert(0, order.pop(axis))
