@@ -17,10 +17,10 @@ from onnxamp.passes.sequences import FoldSequences
 
 # fmt: off
 _FOLDED = frozenset({
-    "Abs", "Add", "And", "Cast", "Concat", "ConstantOfShape", "Div", "Equal", "Expand", "Flatten", "Floor",
+    "Abs", "Add", "And", "Cast", "Ceil", "Concat", "ConstantOfShape", "Div", "Equal", "Expand", "Flatten", "Floor",
     "Gather", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul",
-    "Neg", "Not", "Or", "Range", "ReduceProd", "ReduceSum", "Reshape", "ScatterND", "Shape", "Size", "Slice",
-    "Squeeze", "Sub", "Transpose", "Unsqueeze", "Where", "Xor",
+    "Neg", "Not", "Or", "Pow", "Range", "ReduceProd", "ReduceSum", "Reshape", "Round", "ScatterND", "Shape", "Size", "Slice",
+    "Sqrt", "Squeeze", "Sub", "Transpose", "Unsqueeze", "Where", "Xor",
 })
 # fmt: on
 _ELEMENTS = 1024
@@ -90,7 +90,7 @@ def _is_setting(value: ir.Value) -> bool:
     return bool(uses) and all(node.op_type == "Resize" and position in (1, 2) for node, position in uses)
 
 
-def settle(model: ir.Model, rounds: int = 4) -> None:
+def settle(model: ir.Model, rounds: int = 64) -> None:
     """Fold integers and sequences and infer types, until no more follows: a folded size makes shapes static, these more sizes."""
     for _ in range(rounds):
         folded = FoldIntegers()(model).modified

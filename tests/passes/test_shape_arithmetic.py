@@ -332,3 +332,21 @@ def test_sizes_tell_each_other():
     infer(model)
     settle(model)
     assert [node.op_type for node in model.graph if node.op_type not in ("Constant", "Shape")] == ["Slice", "Slice"]
+
+
+def test_sizes_tell_each_other_through_any_number_of_layers():
+    """Each layer is as long as the one before it says, after a round trip through floats that inference does not follow."""
+    layers = [
+        f"""s{i} = Shape<start=1>(x{i}) f{i} = Cast<to=1>(s{i}) p{i} = Pow(f{i}, two) r{i} = Sqrt(p{i}) c{i} = Ceil(r{i})
+        q{i} = Round(c{i}) t{i} = Cast<to=7>(q{i}) e{i} = Sub(t{i}, one) x{i + 1} = Slice(x{i}, zero, e{i}, one)"""
+        for i in range(9)
+    ]
+    text = f"""g (float[B, 12] x0) => (float[B, N] x9) {{ two = Constant<value = float {{2.0}}>() zero = Constant<value = int64[1] {{0}}>()
+        one = Constant<value = int64[1] {{1}}>() {" ".join(layers)} }}"""
+    model = ir.from_proto(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 18]> {text}'))
+    infer(model)
+    settle(model)
+    assert {node.op_type for node in model.graph} == {"Constant", "Slice"}
+    assert model.graph.outputs[0].shape[1] == 3
+    (result,) = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x0": np.zeros((2, 12), np.float32)})
+    assert result.shape == (2, 3)
