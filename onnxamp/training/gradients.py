@@ -17,7 +17,7 @@ from onnxamp.training.joint_plan import JointPlan
 from onnxamp.training.losses import AnyLoss, LossModel, ModelOutput
 from onnxamp.training.manifest import GraphPorts, Labels, Port
 from onnxamp.training.objective import Objective, objective
-from onnxamp.training.parameters import Entry, promote
+from onnxamp.training.parameters import Entry, demote, promote
 from onnxamp.training.recompute import Recomputed, recompute
 
 _RESERVED = ("labels", "weights")
@@ -177,8 +177,11 @@ def grad_graph(task: Task) -> GradGraph:
     else:
         written = [batch_norm.write_out(built.op, norm) for norm in norms]
         slopes = ort_training.backward(built.model, seeds, wrt)
-    built.op = Fragment(graph)  # sees the names that backward gave
     entries = [entry for entry in built.entries if entry.master in slopes or entry.low in slopes]
+    for entry in built.entries:
+        if entry not in entries:  # ArgMin or a comparison may read what has no gradient: it has its value all the same
+            demote(graph, entry, task.model.graph.initializers[entry.name])
+    built.op = Fragment(graph)  # sees the names that backward gave, and the constants
     built.add_parameters(entries)
     gradients = {entry.name: _total(built.op, entry, slopes) for entry in entries}
     accumulation.judge(terms, list(gradients.values()))

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from onnxamp.dtypes import LOW
 from onnxamp.errors import UnsupportedError
+from onnxamp.model.constants import add_initializer
 from onnxamp.training.fragment import FLOAT
 
 
@@ -64,6 +65,24 @@ def promote(graph: ir.Graph, initializer: ir.Value, low: bool) -> Entry:
         master = _input(graph, f"master/{name}", FLOAT, shape)
         initializer.replace_all_uses_with(master, replace_graph_outputs=True)
     return Entry(name, shape, master, copy)
+
+
+def demote(graph: ir.Graph, entry: Entry, initializer: ir.Value) -> None:
+    """Make a parameter that does not train a constant again: its inputs are left without uses.
+
+    Args:
+        graph: The graph.
+        entry: What `promote` made of it.
+        initializer: What it was before, in another copy of the model.
+    """
+    assert initializer.const_value is not None
+    for value, name in ((entry.master, entry.name), (entry.low, f"low/{entry.name}")):
+        if value is None or not (value.uses() or value.is_graph_output()):
+            continue
+        array = initializer.const_value.numpy()
+        assert value.dtype is not None
+        constant = add_initializer(graph, name, array.astype(value.dtype.numpy()))
+        value.replace_all_uses_with(constant, replace_graph_outputs=True)
 
 
 def has_low_copy(initializer: ir.Value, low: bool) -> bool:

@@ -1,0 +1,86 @@
+"""What PyTorch's exporter makes of modules that are common and easily mistaken: one step is PyTorch's, of the same parameters."""
+
+import copy
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
+from torch import nn
+
+from onnxamp.trainer.inference import inference_model
+from onnxamp.training import build
+from onnxamp.training.optimizers import SGD
+
+
+class Codebook(nn.Module):
+    """Codes are only chosen by their distance, under a copy of their own in the file: ArgMin has no gradient, but it needs them."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.codes = nn.Linear(4, 3), nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x):
+        distance = (self.codes**2).sum(1) - 2 * x @ self.codes.t()
+        return self.head(x + self.codes[distance.argmin(1)])
+
+
+class Routed(nn.Module):
+    """A router that only chooses, and never trains in PyTorch either."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 2), nn.Parameter(torch.randn(2, 4, 3))
+
+    def forward(self, x):
+        return torch.einsum("bi,bij->bj", x, self.experts[self.router(x).argmax(1)])
+
+
+MODULES = {
+    "a codebook": Codebook,
+    "a router": Routed,
+}
+
+
+def a_step(module, x, labels, rate):
+    """The module after a step of SGD in float64, in training mode."""
+    module = copy.deepcopy(module).double().train()
+    nn.functional.mse_loss(module(x.double()), labels.double()).backward()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter -= rate * parameter.grad
+    return module
+
+
+@pytest.mark.parametrize(("train", "level"), [(False, "O0"), (True, "O0"), (False, "O2")])
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_a_step_is_that_of_pytorch(export, drive, make, train, level):
+    torch.manual_seed(5)
+    module, x, labels = make().eval(), torch.randn(8, 4), torch.randn(8, 3)
+    proto = export(copy.deepcopy(module), x, train=train, opset=18)
+    for tensor in proto.graph.initializer:  # tracing in training mode has moved the statistics
+        if "running" in tensor.name:
+            module.state_dict()[tensor.name].copy_(torch.from_numpy(numpy_helper.to_array(tensor).copy()))
+    driver = drive(build(proto, loss="mse", optimizer=SGD(lr=0.25), level=level, dtype="bf16", loss_scale=1.0))
+    driver.step({"x0": x.numpy(), "labels": labels.numpy()})
+    found = {tensor.name: driver.view(f"master/{tensor.name}") for tensor in driver.manifest.tensors_in("master")}
+    found |= {
+        tensor.name: driver.view(f"statistics/{tensor.name}") for tensor in driver.manifest.tensors_in("statistics")
+    }
+    stepped = a_step(module, x, labels, 0.25)
+    trained = {name: value for name, value in stepped.named_parameters() if value.grad is not None}
+    before = sum(value.numel() for value in trained.values())
+    assert sum(value.size for name, value in found.items() if "running" not in name) == before
+    close = {"rtol": 0.05, "atol": 0.02} if level == "O2" else {"rtol": 1e-5, "atol": 1e-6}
+    state = {name: value.detach().numpy() for name, value in stepped.state_dict().items()}
+    for name, value in found.items():
+        if name in state and state[name].shape == value.shape:
+            np.testing.assert_allclose(value, state[name], **close, err_msg=name)
+    if train and level == "O0":
+        assert set(found) == {*trained, *(name for name in state if "running" in name)}
+    result = ir.to_proto(inference_model(driver.bundle.model, {name: np.array(value) for name, value in found.items()}))
+    want = stepped.eval()(x.double()).detach().numpy()
+    np.testing.assert_allclose(ReferenceEvaluator(result).run(None, {"x0": x.numpy()})[0], want, **close)
