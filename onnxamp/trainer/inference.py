@@ -16,6 +16,7 @@ from onnxamp.conversion import convert
 from onnxamp.errors import ModelError, UsageError
 from onnxamp.evidence.opening import crash_on_cpu
 from onnxamp.model import io
+from onnxamp.passes.merged import SplitMerged
 from onnxamp.training.bundle import Bundle
 from onnxamp.training.lora import merge
 from onnxamp.training.loss_model import PREFIX
@@ -98,6 +99,7 @@ def inference_model(source: ir.Model, values: Mapping[str, NDArray[Any]]) -> ir.
     """A copy of `source` with other parameters and nothing that only training needs.
 
     1. Each parameter keeps its name, its type (values are cast to it) and its form: initializer or Constant node.
+       One that was merged with an equal one gets a tensor of its own.
     2. Dropout goes, and with it what only it has read: its ratio and mode; BatchNormalization reads its running statistics.
     3. Everything else, names and metadata included, stays as it was.
 
@@ -109,6 +111,7 @@ def inference_model(source: ir.Model, values: Mapping[str, NDArray[Any]]) -> ir.
         ModelError: `source` has no parameter of that name and shape.
     """
     model = io.load(source)
+    SplitMerged(values)(model)
     places = _places(model)
     for name, value in values.items():
         place = places.get(name)

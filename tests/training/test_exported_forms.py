@@ -15,6 +15,24 @@ from onnxamp.training import build
 from onnxamp.training.optimizers import SGD
 
 
+class TwoNorms(nn.Module):
+    """Two fresh norms, with equal parameters and statistics, which the exporter merges."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)) + 2 * torch.tanh(self.second(x * x)))
+
+
+class SameInput(TwoNorms):
+    """Their statistics stay equal; the parameters of the norms do not."""
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)) - torch.sigmoid(self.second(x)))
+
+
 class Codebook(nn.Module):
     """Codes are only chosen by their distance, under a copy of their own in the file: ArgMin has no gradient, but it needs them."""
 
@@ -39,6 +57,8 @@ class Routed(nn.Module):
 
 
 MODULES = {
+    "two norms": TwoNorms,
+    "two norms of one input": SameInput,
     "a codebook": Codebook,
     "a router": Routed,
 }
