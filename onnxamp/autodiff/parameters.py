@@ -11,15 +11,18 @@ from onnxamp.autodiff.emitter import FLOATS
 from onnxamp.autodiff.provenance import (
     folded_from,
     follows_formula,
+    is_literal,
     looks_learned,
     module_of,
     named,
     noted,
     statistic_of,
 )
-from onnxamp.autodiff.uses import CHANNELS, COMPUTED, PARAMETERS, PLACES, Use, Uses
+from onnxamp.autodiff.uses import CHANNELS, COMPUTED, NORMALIZATIONS, PARAMETERS, PLACES, Use, Uses
 from onnxamp.model.tensors import content_key, is_distinct
 
+LITERAL = "a constant of the exporter"
+"""In the reason of the ones and zeros of a normalization that has no scale or bias of its own."""
 BY_NUMBERS = "by its numbers"
 """In the reason of a parameter that is one by its place and its numbers."""
 # Fewer channels than this may be those of the data.
@@ -89,6 +92,7 @@ def classify(model: ir.Model) -> Parameters:
     operators). Trainable if their numbers look learned (`provenance`) are tables that Add adds to every sample alike (positions),
     vectors that Concat puts in front (class tokens), named vectors of eight or more channels that Mul or Add takes (layer
     scales), and what a weight is computed from (weight normalization); weights and tables of sines are not trainable. Of a
+    normalization that has none of its own in PyTorch, scale and bias are ones and zeros of the exporter, and frozen. Of a
     BatchNormalization that is written out, what is called a running mean or variance is a buffer, and its scale and bias are in
     doubt: frameworks write so what they freeze. What the exporter itself notes (PyTorch with `dynamo=True`) goes before all of it.
     Initializers of subgraphs are constants.
@@ -96,6 +100,8 @@ def classify(model: ir.Model) -> Parameters:
     classes: dict[str, list[Parameter]] = {"trainable": [], "unsure": [], "frozen": [], "buffers": []}
     tied: dict[str, tuple[str, ...]] = {}
     uses_of = Uses(model.graph).of
+    notes = any(noted(value) is not None for value in model.graph.initializers.values())
+    computed = {str(value.name) for node in model.graph for value in node.outputs}
     normalized = {module for name in model.graph.initializers if (module := statistic_of(name)) is not None}
     for value in model.graph.initializers.values():
         tensor = value.const_value
@@ -107,6 +113,10 @@ def classify(model: ir.Model) -> Parameters:
         if kind in ("trainable", "unsure") and (parameter := noted(value)) is not None:
             kind = "trainable" if parameter else "frozen"
             reason = f"{reason}, {'a parameter' if parameter else 'no parameter'} in PyTorch"
+        elif (
+            kind == "trainable" and all(use.op in NORMALIZATIONS for use in uses) and is_literal(value, notes, computed)
+        ):
+            kind, reason = "frozen", f"{reason}, {LITERAL}"
         elif (
             kind == "trainable"
             and all(use.role in ("weight", "table") for use in uses)

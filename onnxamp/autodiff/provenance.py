@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import ml_dtypes
@@ -25,6 +25,8 @@ _NUMBERED = re.compile(r"^[a-z]\d*$|(^|[._])(const(ant)?|val|cst|tmp|initializer
 _OF_FORMULA = re.compile(
     r"(^|_)(eps(ilon)?|inf|pi|zero|one|two|three|half|ten|min|max|low|high|r?sqrt)(?=[_\d]|$)", re.IGNORECASE
 )
+# How PyTorch's older exporter calls what it writes itself; parameters have names of their own, or `onnx::Conv_62`.
+_WRITTEN = re.compile(r"(^|/)Constant(_\d+)?_output_\d+$")
 # What frameworks call the statistics of a BatchNormalization: PyTorch, and TensorFlow and Keras.
 _STATISTIC = re.compile(r"(^|[./_])(running_(mean|var)|num_batches_tracked|moving_(mean|var|variance))(?=$|[./:])")
 # The part of a learned tensor's numbers that are different from each other (drawn or trained ones hardly ever meet), among so many of
@@ -64,6 +66,21 @@ def named(name: str) -> bool:
         return True
     last = name.rpartition(".")[2]
     return bool(_ATTRIBUTE.fullmatch(name)) and not (_NUMBERED.search(name) or _OF_FORMULA.search(last))
+
+
+def is_literal(value: ir.Value, notes: bool, computed: Set[str]) -> bool:
+    """Whether ones or zeros were written by PyTorch's exporter, and are no fresh parameter.
+
+    Args:
+        value: The initializer.
+        notes: The exporter notes what the file's parameters are; it would have noted this one.
+        computed: Names of what nodes give; a constant may be noted as folded from the size of one.
+    """
+    learned = any(named(source) for source in folded_from(value) if source not in computed)
+    if not (_WRITTEN.search(str(value.name)) or (notes and not learned)) or value.const_value is None:
+        return False
+    array = value.const_value.numpy()
+    return bool((array == 0).all() or (array == 1).all())
 
 
 def statistic_of(name: str) -> str | None:

@@ -28,6 +28,8 @@ _SLOTS: dict[tuple[str, str], dict[int, str]] = {
     ("", "RMSNormalization"): {1: "scale"},
     ("", "PRelu"): {1: "slope"},
     ("", "Gather"): {0: "table"},
+    ("", "GatherND"): {0: "table"},
+    ("", "GatherElements"): {0: "table"},
     ("com.microsoft", "FusedMatMul"): {0: "weight", 1: "weight"},
     ("com.microsoft", "FusedGemm"): {0: "weight", 1: "weight", 2: "bias"},
     ("com.microsoft", "FusedConv"): {1: "weight", 2: "bias"},
@@ -43,6 +45,15 @@ _SLOTS: dict[tuple[str, str], dict[int, str]] = {
     ("com.microsoft", "GroupNorm"): {1: "scale", 2: "bias"},
 }
 
+NORMALIZATIONS = frozenset(
+    {
+        "BatchNormalization",
+        "InstanceNormalization",
+        "LayerNormalization",
+        "GroupNormalization",
+        "RMSNormalization",
+    }
+)
 # Operands that are statistics, bounds or settings: never trained.
 _BUFFERS: dict[tuple[str, str], dict[int, str]] = {
     ("", "BatchNormalization"): {3: "running mean", 4: "running variance"},

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxamp import conversion
-from onnxamp.autodiff.parameters import BY_NUMBERS, Parameters, classify
+from onnxamp.autodiff.parameters import BY_NUMBERS, LITERAL, Parameters, classify
 from onnxamp.dtypes import low_type
 from onnxamp.errors import UnsupportedError, UsageError, few
 from onnxamp.model import io
@@ -151,7 +151,7 @@ def _build(source: ir.Model, arguments: Arguments) -> Bundle:
     adapters, unadapted = inject(forward.model, arguments.lora, arguments.seed) if arguments.lora else ((), ())
     found = classify(forward.model)
     chosen, frozen = _choose(forward, found, arguments)
-    norms = _trained_norms(forward.model.graph, chosen, arguments.batch_norm)
+    norms = _trained_norms(forward.model.graph, chosen, frozen, arguments.batch_norm)
     model, held = _mixed(forward, arguments)
     task = Task(
         model=model,
@@ -258,8 +258,8 @@ def _choose(forward: Forward, found: Parameters, arguments: Arguments) -> tuple[
     return tuple(chosen), frozen
 
 
-def _trained_norms(graph: ir.Graph, chosen: Sequence[str], mode: str) -> list[str]:
-    """Names of the nodes of BatchNormalization that use batch statistics: those whose scale trains."""
+def _trained_norms(graph: ir.Graph, chosen: Sequence[str], frozen: Mapping[str, str], mode: str) -> list[str]:
+    """Names of the nodes of BatchNormalization that use batch statistics: those whose scale trains, or is none in PyTorch."""
     if mode == "freeze":
         return []
     return [
@@ -268,7 +268,7 @@ def _trained_norms(graph: ir.Graph, chosen: Sequence[str], mode: str) -> list[st
         if node.op_type == "BatchNormalization"
         and node.domain == ""
         and node.inputs[1] is not None
-        and node.inputs[1].name in chosen
+        and (node.inputs[1].name in chosen or frozen.get(str(node.inputs[1].name), "").endswith(LITERAL))
         and batch_norm.statistics(node) is not None
     ]
 

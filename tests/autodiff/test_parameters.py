@@ -402,6 +402,16 @@ def test_what_the_exporter_notes_decides(kind, want, op):
     assert [p.name for p in getattr(found, want)] == ["w"]
 
 
+@pytest.mark.parametrize("op", ["Gather", "GatherND", "GatherElements"])
+def test_what_is_looked_up_is_a_table(op):
+    """PyTorch's exporters write `weight[index]` in each of these ways: experts, codes, embeddings."""
+    form = "int64[3, 1] i, float[3, 4] x" if op != "GatherElements" else "int64[2, 4] i, float[2, 4] x"
+    text = f"g ({form}) => (float y) {{ e = {op}(experts, i) p = Mul(e, x) y = ReduceSum<keepdims=0>(p) }}"
+    model = ir.from_proto(with_weights(parse(text), experts=(5, 4)))
+    infer(model)
+    assert [p.reason for p in classify(model).trainable] == [f"table of {op}"]
+
+
 NAMES = {
     True: [
         "temperature", "logit_scale", "head.temperature", "blocks.0.gate", "pool.p", "model.visual.logit_scale", "_scale",

@@ -1,6 +1,7 @@
 """What PyTorch's exporter makes of modules that are common and easily mistaken: one step is PyTorch's, of the same parameters."""
 
 import copy
+import itertools
 
 import numpy as np
 import onnx_ir as ir
@@ -13,6 +14,8 @@ from torch import nn
 from onnxamp.trainer.inference import inference_model
 from onnxamp.training import build
 from onnxamp.training.optimizers import SGD
+
+KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 
 
 class TwoNorms(nn.Module):
@@ -56,11 +59,24 @@ class Routed(nn.Module):
         return torch.einsum("bi,bij->bj", x, self.experts[self.router(x).argmax(1)])
 
 
+def plain(norm, *shape):
+    """A norm without scale or bias, or without one of them."""
+    return nn.Sequential(
+        nn.Linear(4, 8), *([nn.Unflatten(1, shape)] if shape else []), norm, nn.Flatten(), nn.Linear(8, 3)
+    )
+
+
 MODULES = {
     "two norms": TwoNorms,
     "two norms of one input": SameInput,
     "a codebook": Codebook,
     "a router": Routed,
+    "BatchNorm without affine": lambda: plain(nn.BatchNorm1d(2, affine=False), 2, 4),
+    "BatchNorm of rows without affine": lambda: plain(nn.BatchNorm1d(8, affine=False)),
+    "InstanceNorm without affine": lambda: plain(nn.InstanceNorm1d(2), 2, 4),
+    "LayerNorm without affine": lambda: plain(nn.LayerNorm(8, elementwise_affine=False)),
+    "LayerNorm without bias": lambda: plain(nn.LayerNorm(8, bias=False)),
+    "fresh LayerNorm": lambda: plain(nn.LayerNorm(8)),
 }
 
 
@@ -104,3 +120,21 @@ def test_a_step_is_that_of_pytorch(export, drive, make, train, level):
     result = ir.to_proto(inference_model(driver.bundle.model, {name: np.array(value) for name, value in found.items()}))
     want = stepped.eval()(x.double()).detach().numpy()
     np.testing.assert_allclose(ReferenceEvaluator(result).run(None, {"x0": x.numpy()})[0], want, **close)
+
+
+@pytest.mark.parametrize(
+    ("noted", "name"), list(itertools.product([False, True], ["val_3", "/norm/Constant_output_0", "gain"]))
+)
+def test_ones_that_no_framework_has_do_not_train(export, noted, name):
+    """A file whose exporter notes parameters notes all of them; else PyTorch's older one tells its constants by their names."""
+    proto = export(plain(nn.LayerNorm(8, bias=False)), torch.randn(2, 4), opset=18)
+    model = ir.from_proto(proto)
+    (norm,) = (node for node in model.graph if node.op_type == "LayerNormalization")
+    weight = norm.inputs[1]
+    weight.name = name
+    for value in model.graph.initializers.values():
+        if noted and value is not weight:
+            value.metadata_props[KIND] = "PARAMETER"
+    bundle = build(model, loss="mse", optimizer="sgd", level="O0")
+    trains = name in {tensor.name for tensor in bundle.manifest.tensors_in("master")}
+    assert trains == (not noted and "Constant" not in name)
