@@ -111,7 +111,7 @@ def inference_model(source: ir.Model, values: Mapping[str, NDArray[Any]]) -> ir.
         ModelError: `source` has no parameter of that name and shape.
     """
     model = io.load(source)
-    SplitMerged(values)(model)
+    SplitMerged()(model)
     places = _places(model)
     for name, value in values.items():
         place = places.get(name)
