@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
@@ -97,7 +98,7 @@ def _split(graph: ir.Graph, value: ir.Value, names: Names) -> bool:
 
 
 def _kinds(
-    uses: list[tuple[ir.Node, int]],
+    uses: Sequence[tuple[ir.Node, int]],
 ) -> tuple[tuple[str, str], dict[tuple[str, str], list[tuple[ir.Node, int]]]]:
     """Uses by kind, where nothing tells the modules: statistics, by kind and by node, and everything else."""
     places: dict[tuple[str, str], list[tuple[ir.Node, int]]] = {}
@@ -116,7 +117,7 @@ def _initializer(graph: ir.Graph, name: str, source: ir.Value) -> ir.Value:
     value = ir.Value(
         name=name,
         type=ir.TensorType(tensor.dtype),
-        shape=ir.Shape(tensor.shape),
+        shape=ir.Shape(tensor.shape.numpy()),
         const_value=ir.Tensor(tensor.numpy(), tensor.dtype, name=name),
     )
     graph.register_initializer(value)
