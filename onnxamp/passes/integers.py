@@ -13,6 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from onnxamp.model.constants import add_initializer, fixed_tensor
 from onnxamp.model.signatures import standard_opset
 from onnxamp.model.types import infer
+from onnxamp.passes.collected import CollectSequences
 from onnxamp.passes.sequences import FoldSequences
 
 # fmt: off
@@ -94,7 +95,8 @@ def settle(model: ir.Model, rounds: int = 64) -> None:
     """Fold integers and sequences and infer types, until no more follows: a folded size makes shapes static, these more sizes."""
     for _ in range(rounds):
         folded = FoldIntegers()(model).modified
-        if not FoldSequences()(model).modified and not folded:
+        collected = CollectSequences()(model).modified
+        if not FoldSequences()(model).modified and not folded and not collected:
             return
         infer(model)
 

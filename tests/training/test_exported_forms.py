@@ -60,6 +60,23 @@ class Routed(nn.Module):
         return torch.einsum("bi,bij->bj", x, self.experts[self.router(x).argmax(1)])
 
 
+class Steps(nn.Module):
+    """A recurrence whose steps are counted at run time and kept in lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.again, self.last = nn.Linear(1, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor):
+        h = torch.zeros(x.size(0), 8, dtype=x.dtype)
+        states, squares = [], []
+        for t in range(x.size(1)):
+            h = torch.tanh(self.enter(x[:, t : t + 1]) + self.again(h))
+            states.append(h)
+            squares.append(h * h)
+        return self.last(torch.stack(states, 1).mean(1) + torch.stack(squares, -1).amax(2))
+
+
 def plain(norm, *shape):
     """A norm without scale or bias, or without one of them."""
     return nn.Sequential(
@@ -93,6 +110,7 @@ def merge(proto, noted):
 
 
 MODULES = {
+    "scripted steps": Steps,
     "a norm": lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Linear(8, 3)),
     "two norms": TwoNorms,
     "two norms of one input": SameInput,
@@ -127,12 +145,14 @@ FORMS = [("eval", "O0"), ("train", "O0"), ("eval", "O2"), ("merged", "O0"), ("me
 
 @pytest.mark.parametrize(("form", "level"), FORMS)
 @pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_a_step_is_that_of_pytorch(export, drive, kind, form, level):
     if form == "merged" and kind not in ONE:
         pytest.skip("not told apart")
     torch.manual_seed(5)
     module, x, labels = MODULES[kind]().eval(), torch.randn(8, 4), torch.randn(8, 3)
-    proto = export(copy.deepcopy(module), x, train=form != "eval", opset=18)
+    exported = torch.jit.script(copy.deepcopy(module)) if kind.startswith("scripted") else copy.deepcopy(module)
+    proto = export(exported, x, train=form != "eval", opset=18)
     if form.startswith("merged"):
         proto = merge(proto, noted="noted" in form)
     for tensor in proto.graph.initializer:  # tracing in training mode has moved the statistics
