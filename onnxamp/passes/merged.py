@@ -81,8 +81,10 @@ def _split(graph: ir.Graph, value: ir.Value, names: Names) -> bool:
         places.setdefault((_module(node), _leaf(node, position) or leaf), []).append((node, position))
     own = (module, leaf)
     # Where its own module does not read it, or some node has none, nothing tells whose it is.
-    if own not in places or not all(scope for scope, _ in places) or not _is_uniform(value.const_value):
+    if own not in places or not all(scope for scope, _ in places):
         own, places = _kinds(uses)
+    elif not _is_uniform(value.const_value):
+        places = {place: found for place, found in places.items() if place == own or place[1] in _STATISTICS}
     kind = value.metadata_props.get(_KIND)
     for (scope, part), found in places.items():
         if (scope, part) == own:
