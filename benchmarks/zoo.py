@@ -20,6 +20,8 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,7 +46,7 @@ def one(name: str, options: argparse.Namespace) -> None:
                 print(json.dumps(row), flush=True)
 
 
-def judged(path: str, sample: object, level: str, dtype: str) -> dict:
+def judged(path: str, sample: Callable[[int], dict[str, Any]], level: str, dtype: str) -> dict:
     """What the conversion is worth."""
     import onnx
 
@@ -53,7 +55,7 @@ def judged(path: str, sample: object, level: str, dtype: str) -> dict:
 
     graph = onnx.load(path, load_external_data=False).graph
     names = {value.name for value in graph.input}
-    feeds = [{k: v.numpy() for k, v in sample(seed).items() if k in names} for seed in (0, 1)]  # type: ignore[operator]
+    feeds = [{k: v.numpy() for k, v in sample(seed).items() if k in names} for seed in (0, 1)]
     out = f"{path}.{level}.{dtype}.onnx"
     try:
         start = time.process_time()

@@ -11,6 +11,7 @@ parameter's name, else by its numbers: whatever the exporter transposed, joined 
 from __future__ import annotations
 
 import argparse
+import ast
 import copy
 import json
 import os
@@ -102,10 +103,14 @@ def export(module: nn.Module, inputs: dict[str, torch.Tensor], variant: str, pat
 def as_in_file(module: nn.Module, proto: onnx.ModelProto) -> nn.Module:
     """The module with batch statistics where the file has a BatchNormalization; those that the exporter merged keep their own."""
     reference = copy.deepcopy(module)
-    kept = {name for node in proto.graph.node if node.op_type == "BatchNormalization" for name in node.input}
+    kept = set()
+    for node in (node for node in proto.graph.node if node.op_type == "BatchNormalization"):
+        scopes = [ast.literal_eval(p.value) for p in node.metadata_props if p.key == "pkg.torch.onnx.name_scopes"]
+        # Fresh statistics are equal, and the newer exporter reads the first ones everywhere; it notes the module.
+        kept.add(scopes[0][-2] if scopes else node.input[3].removesuffix(".running_mean"))
     for name, part in reference.named_modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            part.train(f"{name}.running_mean" in kept)
+            part.train(name in kept)
     return reference
 
 
