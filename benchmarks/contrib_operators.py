@@ -25,10 +25,17 @@ def operand(formal):
 
 
 def main():
-    known = {schema.name for schema in onnx.defs.get_all_schemas() if schema.domain == ""}
+    # Versions too: ONNX Runtime's optimizer writes LayerNormalization at opsets before 17, which brought it to ONNX.
+    known = {
+        (schema.name, schema.since_version)
+        for schema in onnx.defs.get_all_schemas_with_history()
+        if schema.domain == ""
+    }
     table = {}
     for schema in native.get_all_operator_schema():
-        if schema.domain == "com.microsoft" or (schema.domain == "" and schema.name not in known):
+        if schema.domain == "com.microsoft" or (
+            schema.domain == "" and (schema.name, schema.since_version) not in known
+        ):
             table.setdefault(schema.domain, {}).setdefault(schema.name, []).append(
                 {
                     "since": schema.since_version,

@@ -124,6 +124,15 @@ def test_a_table_of_strings_stays(tmp_path: pathlib.Path, run_low: Run) -> None:
     assert run_low(result, {"x": np.eye(4, dtype=np.float32)[[3, 0]]})["label"].tolist() == ["long name", "a"]
 
 
+def test_a_layer_normalization_that_a_runtime_wrote_before_opset_17(judge: types.ModuleType) -> None:
+    """ONNX Runtime's optimizer writes it at any opset; what follows it has types all the same."""
+    source = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 13]> g (float[N, 4] x) => (float[N, 4] y) {
+        h = MatMul(x, w)  n = LayerNormalization <axis = -1> (h, scale, bias)  y = MatMul(n, w) }""")
+    held = {"w": np.eye(4, dtype=np.float32), "scale": np.ones(4, np.float32), "bias": np.zeros(4, np.float32)}
+    source.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in held.items())
+    assert judge.heavy(io.to_proto(onnxamp.convert(source).model)) == (2, 2)
+
+
 def test_a_function_for_another_opset_is_refused() -> None:
     source = onnx.parser.parse_model(FUNCTIONS)
     source.functions[0].opset_import[0].version = 13
