@@ -24,6 +24,7 @@ from onnxamp.passes.retype import RetypePass
 from onnxamp.passes.unfuse import UnfusePass
 from onnxamp.passes.widen import WidenPass
 from onnxamp.policy import codes, targets
+from onnxamp.policy.decision import Decision
 from onnxamp.policy.file import read_policy
 from onnxamp.policy.operators import Kind, operator
 from onnxamp.policy.options import HEADROOM
@@ -32,6 +33,7 @@ from onnxamp.policy.raising import origins, plan_at_best_opset
 from onnxamp.summary import Summary, summarize
 
 _SUMMARY = "onnxamp.summary"
+_OTHER_FILE = "the file from before a runtime's optimizer fused it"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -55,7 +57,7 @@ class ConvertResult:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a user should change to get more of the conversion, a sentence each."""
-        return (*self.held_by_opset, *self._costly(), *self._untested())
+        return (*self.held_by_opset, *self._without_form(), *self._costly(), *self._untested())
 
     def _untested(self) -> tuple[str, ...]:
         """Where nobody has run what comes out."""
@@ -67,6 +69,27 @@ class ConvertResult:
             "tested there: compare the result with the source on that runtime.",
         )
 
+    def _without_form(self) -> tuple[str, ...]:
+        """Where most heavy nodes stay fp32 for what the target or the model does not offer."""
+        heavy, options = self._heavy(), self.plan.options
+        for code in (codes.NO_KERNEL, codes.UNTYPED):
+            held = collections.Counter(operator_name(node) for node, chosen in heavy if chosen.code == code)
+            if 2 * held.total() <= len(heavy):
+                continue
+            names = ", ".join(name for name, _ in held.most_common(3))
+            count = f"{held.total()} of {len(heavy)} heavy nodes ({names}) stay fp32"
+            if code == codes.UNTYPED:
+                remedy = f"convert a file of standard operators, or {_OTHER_FILE}"
+                return (f"{count} because the types of what they read are not known ({code}): {remedy}.",)
+            fused = f", or {_OTHER_FILE}" if any(name.startswith("com.") for name in held) else ""
+            return (
+                f"{count} because {options.target} has no {options.dtype} kernel of them ({code}): use another --target{fused}.",
+            )
+        return ()
+
+    def _heavy(self) -> list[tuple[ir.Node, Decision]]:
+        return [(node, chosen) for node, chosen in self.plan.nodes.items() if operator(node).kind is Kind.HEAVY]
+
     def _costly(self) -> tuple[str, ...]:
         """Where the Casts around what has to be 16-bit cost more than 16 bits save."""
         source, result = self.summary.traffic["source"], self.summary.traffic["result"]
@@ -77,15 +100,16 @@ class ConvertResult:
         lower = "".join(
             f"--lower-op {name} if its range allows ({count} fp32 islands), " for name, count in islands.most_common(1)
         )
+        other_io = "keep" if self.plan.options.io == "low" else "low"
         return (
             f"The result moves more bytes than the source in the traffic model ({result:,} and {source:,}), for the Casts around what has "
-            f"to be 16-bit or fp32: use {lower}--io low, or real sizes with --dim.",
+            f"to be 16-bit or fp32: use {lower}--io {other_io}, or real sizes with --dim.",
         )
 
     @property
     def held_by_opset(self) -> tuple[str, ...]:
         """The part of `warnings` that holds for training too: heavy nodes that the opset keeps fp32."""
-        heavy = [decision for node, decision in self.plan.nodes.items() if operator(node).kind is Kind.HEAVY]
+        heavy = [decision for _, decision in self._heavy()]
         held = [decision for decision in heavy if decision.code == codes.OPSET]
         if 2 * len(held) <= len(heavy):
             return ()

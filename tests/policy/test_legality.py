@@ -175,6 +175,45 @@ def test_a_target_that_was_not_tested_says_so(name):
     assert any("was not tested" in text for text in warnings) == (name in ("tensorrt", "openvino", "cann"))
 
 
+@pytest.mark.parametrize(
+    ("body", "target", "said"),
+    [
+        (
+            "y = MatMul(x, w)",
+            "ort-cpu",
+            "1 of 1 heavy nodes (MatMul) stay fp32 because ort-cpu has no fp16 kernel of them (AMP301)",
+        ),
+        ("y = com.microsoft.FusedGemm(x, w)", "ort-cuda", "or the file from before a runtime's optimizer fused it"),
+        ("h = com.example.Own(x) y = MatMul(h, w)", "ort-cuda", "the types of what they read are not known (AMP204)"),
+        (
+            "h = com.example.Own(x) k = MatMul(x, w) l = MatMul(k, w) y = MatMul(h, l)",
+            "ort-cuda",
+            None,
+        ),  # two of three are lowered
+        ("y = MatMul(x, w)", "ort-cuda", None),
+    ],
+)
+def test_heavy_nodes_without_a_form_are_said(body, target, said):
+    imports = '"": 17, "com.microsoft": 1, "com.example": 1'
+    weight = "<float[2,2] w = {1,2,3,4}>"
+    text = f"<ir_version: 9, opset_import: [{imports}]> g (float[2,2] x) => (float[2,2] y) {weight} {{ {body} }}"
+    found = [text for text in convert(onnx.parser.parse_model(text), target=target).warnings if "heavy nodes" in text]
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+
+
+@pytest.mark.parametrize(("interface", "other"), [("keep", "low"), ("low", "keep")])
+def test_a_costly_conversion_names_the_other_interface(interface, other):
+    """Where the neighbours of inputs and outputs stay fp32, or go low, borders of the other type are Casts for nothing."""
+    body = {"keep": "h = Softmax(x) y = MatMul(h, h)", "low": "y = MatMul(x, x)"}[interface]
+    target = {"keep": "ort-cuda", "low": "ort-cpu"}[interface]
+    text = f'<ir_version: 9, opset_import: ["": 17]> g (float[2,2] x) => (float[2,2] y) {{ {body} }}'
+    warnings = convert(onnx.parser.parse_model(text), target=target, io=interface).warnings
+    (found,) = [text for text in warnings if "more bytes" in text]
+    assert f"--io {other}" in found
+    assert f"--io {interface}" not in found
+
+
 def supports(name: str, op: str, opset: int, types: dict[str, ir.DataType], inputs: list[ir.DataType]) -> bool:
     values = [ir.Value(name=f"i{k}", type=ir.TensorType(kind)) for k, kind in enumerate(inputs)]
     node = ir.Node("", op, values, num_outputs=1)
