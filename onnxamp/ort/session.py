@@ -293,7 +293,10 @@ def _load_error(problem: Exception, name: str) -> AmpError | MemoryError:
             f"OpenVINO does not take {operator} {node!r} of {name}" + (f" ({one_line(why, 120)})" if why else "") + "."
         )
     if kind == "NotImplemented":
-        return UnsupportedError(f"ONNX Runtime has no kernel for a node of {name}: {text}.")
+        return UnsupportedError(
+            f"ONNX Runtime has no kernel for a node of {name}: {text}; use another provider or, where it is a 16-bit one that is "
+            "missing, `onnxamp emulate`."
+        )
     if kind == "EPFail":
         return RuntimeMissingError(f"The execution provider failed on {name}: {text}; run `onnxamp doctor`.")
     return ModelError(f"ONNX Runtime cannot load {name} ({kind}): {text}.")

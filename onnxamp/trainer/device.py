@@ -9,7 +9,9 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
+from onnxamp.dtypes import LOW
 from onnxamp.errors import RuntimeMissingError, UsageError
+from onnxamp.model.units import all_values
 from onnxamp.ort import cuda
 from onnxamp.ort.cuda import Stream
 from onnxamp.ort.providers import provider_list, short_name
@@ -63,9 +65,17 @@ class Device:
 
     def graph(self, bundle: Bundle, name: str) -> ir.Model:
         """A graph of the bundle as this device is to run it."""
-        graph, manifest = bundle.graphs[name], bundle.manifest
-        low = manifest.level != "O0" and name in ("grad", "eval") and not emulated(manifest)
-        return emulate(graph) if low and not self.computes_low else graph
+        graph = bundle.graphs[name]
+        return self.rounding(graph) if name in ("grad", "eval") and not emulated(bundle.manifest) else graph
+
+    def rounding(self, graph: ir.Model) -> ir.Model:
+        """`graph`, with the rounding of its 16-bit values made explicit where the device does not compute in 16 bits.
+
+        A model that came in 16 bits has such values at O0 too.
+        """
+        if self.computes_low or not any(value.dtype in LOW for value in all_values(graph.graph)):
+            return graph
+        return emulate(graph)
 
     def expectation(self, dtype: str) -> str | None:
         """What to expect of a 16-bit type here, if it is less than on other devices."""

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from onnxamp.errors import UsageError
 from onnxamp.ort.session import SessionConfig
 from onnxamp.ort.values import View
-from onnxamp.passes.emulate import emulate
 from onnxamp.trainer.arenas import Arenas
 from onnxamp.trainer.batch import BatchCheck, CheckedBatch, NonFinite
 from onnxamp.trainer.batches import Locate
@@ -159,9 +158,7 @@ class Evaluation:
         exported = "ema" if weights == "ema" else "master"
         model, judge = trained.model(weights=exported), trained.loss_model(exported)
         graph, ports = evaluation_graph(model, manifest.options, level, dtype or manifest.dtype, judge)
-        if level != "O0" and not self._device.computes_low:
-            graph = emulate(graph)
-        return graph, ports
+        return self._device.rounding(graph), ports
 
 
 def _from(first: int) -> Locate:

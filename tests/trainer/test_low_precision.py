@@ -64,6 +64,35 @@ def test_overflow_is_seen_on_the_cpu_and_the_run_recovers():
     assert low[-1] == pytest.approx(wide[-1 - int(sum(skipped))], abs=0.02)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])
+def test_a_model_that_came_in_16_bits_trains_at_o0(name, kind):
+    """The CPU has no bf16 MatMul: what the file computes in 16 bits is rounded explicitly, whatever the level."""
+    proto = onnx.parser.parse_model(f"""{HEAD}net (float[n,4] x) => (float[n,3] y) {{
+        l = Cast <to = {onnx.TensorProto.DataType.Value(name.upper())}> (x)
+        h = MatMul(l, w1)  r = Relu(h)  o = MatMul(r, w2)  y = Cast <to = 1> (o) }}""")
+    rng = np.random.default_rng(0)
+    weights = [torch.tensor(rng.standard_normal(shape), dtype=kind) for shape in ((4, 8), (8, 3))]
+    for initializer, weight in zip(("w1", "w2"), weights, strict=True):
+        held = ir.Tensor(weight.float().numpy().astype(ir.DataType[name.upper()].numpy()), name=initializer)
+        proto.graph.initializer.append(ir.to_proto(held))
+    x, labels = rng.standard_normal((16, 4)).astype(np.float32), rng.integers(0, 3, 16)
+    trainer = Trainer(training.build(proto, loss="cross_entropy", optimizer=training.SGD(lr=0.3)), "cpu", threads=1)
+    found = [trainer.micro_step({"x": x, "labels": labels}).loss for _ in range(4)]
+    masters = [weight.float().requires_grad_() for weight in weights]
+    optimizer, expected = torch.optim.SGD(masters, lr=0.3), []
+    for _ in range(4):
+        first, second = (master.to(kind) for master in masters)
+        loss = nn.functional.cross_entropy(
+            ((torch.tensor(x).to(kind) @ first).relu() @ second).float(), torch.tensor(labels)
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert found == pytest.approx(expected, rel=2e-3)
+    assert expected[-1] < 0.9 * expected[0]
+
+
 def test_without_emulation_the_cpu_hides_the_overflow(monkeypatch):
     """The test above depends on the emulated graph: the runtime's own fp16 computes in fp32."""
     monkeypatch.setattr(device, "emulate", lambda model: model)
