@@ -24,11 +24,10 @@ from onnxamp.passes.retype import RetypePass
 from onnxamp.passes.unfuse import UnfusePass
 from onnxamp.passes.widen import WidenPass
 from onnxamp.policy import codes, targets
-from onnxamp.policy.decision import Decision
 from onnxamp.policy.file import read_policy
 from onnxamp.policy.operators import Kind, operator
 from onnxamp.policy.options import HEADROOM
-from onnxamp.policy.plan import Options, Plan
+from onnxamp.policy.plan import NodeDecision, Options, Plan
 from onnxamp.policy.raising import origins, plan_at_best_opset
 from onnxamp.summary import Summary, summarize
 
@@ -87,7 +86,7 @@ class ConvertResult:
             )
         return ()
 
-    def _heavy(self) -> list[tuple[ir.Node, Decision]]:
+    def _heavy(self) -> list[tuple[ir.Node, NodeDecision]]:
         return [(node, chosen) for node, chosen in self.plan.nodes.items() if operator(node).kind is Kind.HEAVY]
 
     def _costly(self) -> tuple[str, ...]:
