@@ -1,13 +1,16 @@
-"""Tensors that an exporter merged because their numbers were equal, each by itself again."""
+"""The tensors of a module, where an exporter merged some because their numbers were equal, or wrote one twice."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
+from onnxamp.model.constants import add_initializer
 from onnxamp.model.naming import Names
+from onnxamp.model.tensors import content_key
 
 # What normalizations read at their inputs, as PyTorch calls it.
 _NORM = {1: "weight", 2: "bias"}
@@ -24,8 +27,8 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 
 
-class SplitMerged(ir.passes.InPlacePass):
-    """Give each module back its own tensor where an exporter kept one of several equal ones.
+class RestoreTensors(ir.passes.InPlacePass):
+    """Give each module back its own tensor where an exporter kept one of several equal ones, and one where it wrote two of it.
 
     Running statistics are never shared by two modules, and fresh scales and biases (one number everywhere) are equal by chance: if they
     stayed one tensor, they would train as one.
@@ -34,6 +37,9 @@ class SplitMerged(ir.passes.InPlacePass):
     2. The newer one reads the first one everywhere. It notes the module of a node: what is read in another module than its own, or
        elsewhere in it, is that module's `weight`, `bias`, `running_mean` or `running_var`.
     3. Without such notes, statistics do not share a tensor with anything but those of the same kind.
+
+    4. What an exporter computed from a vector of the model by repeating it (the bias that a recurrent layer adds to a first state of
+       zeros) is an `Expand` of the vector: as a constant it would not train with it.
 
     Other tensors may be tied: they stay one.
     """
@@ -49,6 +55,7 @@ class SplitMerged(ir.passes.InPlacePass):
         for value in list(graph.initializers.values()):
             if value.const_value is not None and value.const_value.dtype.is_floating_point():
                 modified |= _split(graph, value, names)
+        modified |= _share_repeated(graph, names)
         return ir.passes.PassResult(model, modified=modified)
 
 
@@ -111,6 +118,53 @@ def _kinds(
         places.setdefault((scope, leaf), []).append((node, position))
     own = ("", "") if ("", "") in places else next(iter(places))
     return own, places
+
+
+def _share_repeated(graph: ir.Graph, names: Names) -> bool:
+    """Make constants that repeat a vector of the graph computed from it."""
+    repeated: list[tuple[ir.Value, np.ndarray]] = []
+    vectors: dict[str, ir.Value] = {}
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if tensor is None or not tensor.dtype.is_floating_point() or value.is_graph_input() or value.is_graph_output():
+            continue
+        row = _row(tensor.numpy()) if len(tensor.shape) else None
+        if row is None or not _is_drawn(row):
+            continue
+        if len(tensor.shape) == 1:
+            vectors.setdefault(content_key(row), value)
+        elif value.metadata_props.get(_KIND) != "PARAMETER":
+            repeated.append((value, row))
+    modified = False
+    for value, row in repeated:
+        vector = vectors.get(content_key(row))
+        if vector is None or vector.dtype != value.dtype or not value.uses():
+            continue
+        name, tensor = str(value.name), value.const_value
+        assert tensor is not None
+        shape = add_initializer(graph, names.value(f"{name}/shape"), np.asarray(tensor.shape.numpy(), np.int64))
+        node = ir.node("Expand", [vector, shape], name=names.node(f"{name}/Expand"))
+        del graph.initializers[name]
+        value.name = names.value(f"{name}/constant")
+        result = node.outputs[0]
+        result.name, result.type, result.shape = name, value.type, value.shape
+        value.replace_all_uses_with(result)
+        graph.insert_before(graph[0], node)
+        modified = True
+    return modified
+
+
+def _row(array: np.ndarray) -> np.ndarray | None:
+    """A vector, or the last dimension of an array in which it is the same everywhere."""
+    if array.size == 0:
+        return None
+    rows = array.reshape(-1, array.shape[-1])
+    return rows[0] if (rows[-1] == rows[0]).all() and (rows == rows[0]).all() else None
+
+
+def _is_drawn(row: np.ndarray) -> bool:
+    """Whether another vector of these numbers must come from this one: most are different, and they are no whole numbers."""
+    return 2 * len(np.unique(row)) > row.size > 1 and bool((row != np.round(row)).any())
 
 
 def _initializer(graph: ir.Graph, name: str, source: ir.Value) -> ir.Value:

@@ -16,7 +16,7 @@ from onnxamp.conversion import convert
 from onnxamp.errors import ModelError, UsageError
 from onnxamp.evidence.opening import crash_on_cpu
 from onnxamp.model import io
-from onnxamp.passes.merged import SplitMerged
+from onnxamp.passes.merged import RestoreTensors
 from onnxamp.training.bundle import Bundle
 from onnxamp.training.lora import merge
 from onnxamp.training.loss_model import PREFIX
@@ -111,7 +111,7 @@ def inference_model(source: ir.Model, values: Mapping[str, NDArray[Any]]) -> ir.
         ModelError: `source` has no parameter of that name and shape.
     """
     model = io.load(source)
-    SplitMerged()(model)
+    RestoreTensors()(model)
     places = _places(model)
     for name, value in values.items():
         place = places.get(name)

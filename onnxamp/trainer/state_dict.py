@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from onnxamp.errors import DataError, ModelError
 from onnxamp.model import io
 from onnxamp.model.tensors import content_key, is_distinct
-from onnxamp.passes.merged import SplitMerged
+from onnxamp.passes.merged import RestoreTensors
 from onnxamp.trainer.checkpoint import atomic, disk_error
 from onnxamp.training.assembly import ONCE
 
@@ -85,7 +85,7 @@ class Names:
 def initializers(model: ir.Model) -> dict[str, Array]:
     """The float initializers of a model's main graph, by name; those that its exporter merged are apart."""
     model = io.load(model)
-    SplitMerged()(model)
+    RestoreTensors()(model)
     result = {}
     for name, value in model.graph.initializers.items():
         if value.const_value is not None and value.const_value.dtype.is_floating_point():

@@ -15,7 +15,7 @@ from onnxamp.model.inlining import inline_float_functions
 from onnxamp.model.naming import unique
 from onnxamp.passes.expands import PlainExpands
 from onnxamp.passes.integers import settle
-from onnxamp.passes.merged import SplitMerged
+from onnxamp.passes.merged import RestoreTensors
 from onnxamp.passes.reshapes import ConstantReshapes
 from onnxamp.passes.resizes import PlainResizes
 from onnxamp.passes.single_sizes import SingleSizes
@@ -102,8 +102,8 @@ def prepare(source: ir.Model, loss: AnyLoss, output: str | None = None) -> Forwa
 def training_form(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, called: str = "the model") -> ir.Model:
     """A private copy of `source` as training and `onnxamp check` see it.
 
-    1. Float functions are inlined, equal tensors that the exporter merged are apart, constants lifted to initializers, integer
-       constants folded, all values typed.
+    1. Float functions are inlined, tensors are those of the module (what the exporter merged is apart), constants lifted to initializers,
+       integer constants folded, all values typed.
     2. Initializers are not inputs: what could be overridden is fixed.
     3. BatchNormalization and Dropout are in inference form, whatever mode they were exported in.
     4. Every node has a name of its own, which ONNX does not ask for: the second ``bn`` is ``bn_2``.
@@ -122,7 +122,7 @@ def training_form(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, c
     _name_free_sizes(model)
     types.infer(model)
     inline_float_functions(model)
-    SplitMerged()(model)
+    RestoreTensors()(model)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     _fix_initializers(model.graph)
     _name_nodes(model)
