@@ -19,6 +19,7 @@ from onnxamp.autodiff.provenance import (
     statistic_of,
 )
 from onnxamp.autodiff.uses import CHANNELS, COMPUTED, NORMALIZATIONS, PARAMETERS, PLACES, Use, Uses
+from onnxamp.model.modules import are_siblings, module_of_node
 from onnxamp.model.tensors import content_key, is_distinct
 
 LITERAL = "a constant of the exporter"
@@ -69,6 +70,7 @@ class Parameters:
         buffers: Statistics (running mean and variance).
         tied: Groups of uses of one tensor: name of the trainable → names of the nodes, where there are several.
         copies: Groups of trainable tensors with equal content, transposed or not: perhaps tied before the export.
+        layers: Such groups in the layers of a list, which were copied, and are equal until they train.
         numbers: Single numbers among `unsure` that are called like a variable (a temperature), in a file whose exporter notes nothing, or
             were computed by the exporter from what is: name → what it was computed from, or empty.
     """
@@ -79,6 +81,7 @@ class Parameters:
     buffers: tuple[Parameter, ...]
     tied: dict[str, tuple[str, ...]]
     copies: tuple[tuple[str, ...], ...]
+    layers: tuple[tuple[str, ...], ...]
     numbers: dict[str, str]
 
 
@@ -133,13 +136,15 @@ def classify(model: ir.Model) -> Parameters:
         nodes = tuple(dict.fromkeys(use.node for use in uses))
         if kind == "trainable" and len(nodes) > 1:
             tied[str(value.name)] = nodes
+    copies, layers = _copies(model, classes["trainable"])
     return Parameters(
         trainable=tuple(classes["trainable"]),
         unsure=tuple(classes["unsure"]),
         frozen=tuple(classes["frozen"]),
         buffers=tuple(classes["buffers"]),
         tied=tied,
-        copies=_copies(model, classes["trainable"]),
+        copies=copies,
+        layers=layers,
         numbers=_numbers(model, classes["unsure"]),
     )
 
@@ -185,13 +190,25 @@ def _placed(uses: tuple[Use, ...], value: ir.Value) -> str:
     return roles.pop() if len(roles) == 1 and roles <= PLACES else ""
 
 
-def _copies(model: ir.Model, trainable: list[Parameter]) -> tuple[tuple[str, ...], ...]:
-    groups: dict[str, list[str]] = {}
+def _copies(
+    model: ir.Model, trainable: list[Parameter]
+) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+    """Groups of equal tensors: those that may have been tied, and those of layers that were copied."""
+    groups: dict[str, list[ir.Value]] = {}
     for parameter in trainable:
-        tensor = model.graph.initializers[parameter.name].const_value
-        assert tensor is not None
-        array = tensor.numpy()
+        value = model.graph.initializers[parameter.name]
+        assert value.const_value is not None
+        array = value.const_value.numpy()
         if is_distinct(array):
             keys = [content_key(array)] + ([content_key(array.T)] if array.ndim == 2 else [])
-            groups.setdefault(min(keys), []).append(parameter.name)
-    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+            groups.setdefault(min(keys), []).append(value)
+    copies: list[tuple[str, ...]] = []
+    layers: list[tuple[str, ...]] = []
+    for values in groups.values():
+        if len(values) > 1:
+            modules = [{module_of_node(node) for node, _ in value.uses()} for value in values]
+            known = [next(iter(found)) for found in modules if len(found) == 1]
+            copied = len(set(known)) == len(values) and are_siblings(known)
+            names = tuple(str(value.name) for value in values)
+            (layers if copied or are_siblings(names) else copies).append(names)
+    return tuple(copies), tuple(layers)

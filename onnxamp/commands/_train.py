@@ -206,7 +206,7 @@ class Session:
             path = Path(source) / "names.json"
             return Bundle.load(source), state_dict.Names.load(path) if path.is_file() else None
         model = self._model(source)
-        names = state_dict.match(state_dict.initializers(model), options["like"]) if options["like"] else None
+        names = state_dict.names_of(model, options["like"]) if options["like"] else None
         if names is not None and names.absent:
             self._say(f"not in the model, and given back unchanged: {', '.join(names.absent)}")
         if options["replace_head"]:

@@ -41,7 +41,7 @@ def command(model: str, output: str, like: str | None, force: bool, as_json: boo
         from onnxamp.model import io
         from onnxamp.trainer import state_dict
 
-        names = state_dict.match(state_dict.initializers(io.load(model)), like)
+        names = state_dict.names_of(io.load(model), like)
     with console.progress(f"building {model}"):
         bundle = build(model, **arguments).save(output, overwrite=force)
     if names is not None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxamp.model.constants import add_initializer
+from onnxamp.model.modules import are_apart, are_siblings, around, module_of_node, owners, scopes
 from onnxamp.model.naming import Names
 from onnxamp.model.tensors import content_key
+from onnxamp.model.units import producer
 
 # What normalizations read at their inputs, as PyTorch calls it.
 _NORM = {1: "weight", 2: "bias"}
@@ -22,77 +24,147 @@ _SLOTS = {
     "RMSNormalization": {1: "weight"},
 }
 _STATISTICS = frozenset({"running_mean", "running_var"})
-# PyTorch's exporter (`dynamo=True`) notes the modules around a node, the last but one being the node's own, and what a tensor was.
-_SCOPES = "pkg.torch.onnx.name_scopes"
+# What a tensor was in PyTorch, as its newer exporter notes.
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+# What reads weights at its further inputs: masks and tables that many layers read are elsewhere, and may stay one.
+_WEIGHTED = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN"})
+_PARAMETER = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+_NUMBERED = re.compile(r"val_\d+")
 
 
 class RestoreTensors(ir.passes.InPlacePass):
     """Give each module back its own tensor where an exporter kept one of several equal ones, and one where it wrote two of it.
 
-    Running statistics are never shared by two modules, and fresh scales and biases (one number everywhere) are equal by chance: if they
-    stayed one tensor, they would train as one.
+    Running statistics are never shared by two modules, fresh scales and biases (one number everywhere) are equal by chance, and layers
+    that were copied (`copy.deepcopy`, as those of `nn.TransformerEncoder`) are equal until they train: if they stayed one tensor, they
+    would train as one. Tensors that are tied in PyTorch stay one.
 
-    1. PyTorch's older exporter gives the others as `Identity` of the first one, under their names.
-    2. The newer one reads the first one everywhere. It notes the module of a node: what is read in another module than its own, or
-       elsewhere in it, is that module's `weight`, `bias`, `running_mean` or `running_var`.
-    3. Without such notes, statistics do not share a tensor with anything but those of the same kind.
-
-    4. What an exporter computed from a vector of the model by repeating it (the bias that a recurrent layer adds to a first state of
+    1. PyTorch's older exporter gives the others as `Identity` of the first one, under their names; what is tied has one name there.
+    2. The newer one reads the first one everywhere, and notes the module of a node. Read in another module than its own, or elsewhere in
+       it, statistics and fresh tensors are that module's `weight`, `bias`, `running_mean` or `running_var`, and so is any tensor in the
+       layers of a list, if its own reads it first: what is tied has the name of the last. The parameters of a GroupNorm, which it writes
+       out, have no name in the file, and get one.
+    3. Weights that an exporter transposed have lost their names. They come apart if the modules that read them have other tensors of
+       their own, or are in layers that have.
+    4. Where nothing tells the modules, statistics do not share a tensor with anything but those of the same kind.
+    5. What an exporter computed from a vector of the model by repeating it (the bias that a recurrent layer adds to a first state of
        zeros) is an `Expand` of the vector: as a constant it would not train with it.
-
-    Other tensors may be tied: they stay one.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        graph = model.graph
-        names = Names(model)
-        modified = False
-        for node in list(graph):
-            if node.domain == "" and node.op_type == "Identity" and _is_copy(node):
-                _restore(graph, node)
-                modified = True
-        for value in list(graph.initializers.values()):
-            if value.const_value is not None and value.const_value.dtype.is_floating_point():
-                modified |= _split(graph, value, names)
-        modified |= _share_repeated(graph, names)
-        return ir.passes.PassResult(model, modified=modified)
+        graph, names = model.graph, Names(model)
+        changed = _restore_copies(graph, lambda node: _is_own(node, named=model.producer_name == "pytorch"))
+        for value in _floats(graph):
+            changed += _split(graph, value, names)
+        owned = owners([str(value.name) for value in graph.initializers.values()])
+        changed += _restore_copies(graph, lambda node: _weighs(node.outputs[0]) and are_apart(_readers(node), owned))
+        for value in _floats(graph):
+            if not _is_named(value) and _weighs(value):
+                changed += _part_unnamed(graph, value, owned, names)
+        changed += _share_repeated(graph, names)
+        return ir.passes.PassResult(model, modified=changed > 0)
 
 
-def _is_copy(node: ir.Node) -> bool:
+def _floats(graph: ir.Graph) -> list[ir.Value]:
+    """Float initializers that are nothing else."""
+    return [
+        value
+        for value in graph.initializers.values()
+        if value.const_value is not None
+        and value.const_value.dtype.is_floating_point()
+        and not (value.is_graph_input() or value.is_graph_output())
+    ]
+
+
+def _restore_copies(graph: ir.Graph, is_own: Callable[[ir.Node], bool]) -> int:
+    """Make outputs of Identity initializers of the same name; how many."""
+    count = 0
+    for node in list(graph):
+        source = node.inputs[0] if node.domain == "" and node.op_type == "Identity" else None
+        tensor = None if source is None or not source.is_initializer() else source.const_value
+        if (
+            source is None
+            or tensor is None
+            or node.outputs[0].is_graph_output()
+            or not tensor.dtype.is_floating_point()
+        ):
+            continue
+        if is_own(node):
+            copy = node.outputs[0]
+            name, copy.name = str(copy.name), None
+            copy.replace_all_uses_with(_initializer(graph, name, source))
+            graph.remove(node, safe=True)
+            count += 1
+    return count
+
+
+def _is_own(node: ir.Node, named: bool) -> bool:
+    """Whether the copy that an Identity gives is a tensor of its own; `named`: if it has a name as parameters have."""
     copy, source = node.outputs[0], node.inputs[0]
-    tensor = None if source is None or not source.is_initializer() else source.const_value
-    if tensor is None or copy.is_graph_output() or not tensor.dtype.is_floating_point() or tensor.size < 2:
+    if named and _is_named(copy):
+        return True
+    if source is None or source.const_value is None or source.const_value.size < 2:
         return False
     uses = list(copy.uses())
-    return (bool(uses) and all(_leaf(*use) in _STATISTICS for use in uses)) or _is_uniform(tensor)
+    return (bool(uses) and all(_leaf(*use) in _STATISTICS for use in uses)) or _is_uniform(source.const_value)
 
 
-def _restore(graph: ir.Graph, node: ir.Node) -> None:
-    """Make the output of an Identity an initializer of the same name."""
-    copy, source = node.outputs[0], node.inputs[0]
+def _weighs(value: ir.Value) -> bool:
+    """Whether all that reads a tensor takes it for weights."""
+    return all(
+        (node.domain == "" and node.op_type in _WEIGHTED and position > 0) or _scales_groups(node, position)
+        for node, position in value.uses()
+    )
+
+
+def _readers(node: ir.Node) -> list[str]:
+    """The modules that read the copy that an Identity gives, and those that read what it copies."""
+    source = node.inputs[0]
     assert source is not None
-    name = str(copy.name)
-    copy.name = None
-    copy.replace_all_uses_with(_initializer(graph, name, source))
-    graph.remove(node, safe=True)
+    others = [user for user, _ in source.uses() if user.op_type != "Identity"]
+    return [module_of_node(user) for user in (*others, *(user for user, _ in node.outputs[0].uses()))]
 
 
-def _split(graph: ir.Graph, value: ir.Value, names: Names) -> bool:
+def _part_unnamed(graph: ir.Graph, value: ir.Value, owned: frozenset[str], names: Names) -> int:
+    """Give each module that reads a tensor without a name its own one, if they are apart; how many there are more."""
+    places: dict[str, list[tuple[ir.Node, int]]] = {}
+    for node, position in value.uses():
+        places.setdefault(module_of_node(node), []).append((node, position))
+    if not are_apart(places, owned) or _is_uniform(value.const_value):
+        return 0
+    for found in list(places.values())[1:]:
+        tensor = _initializer(graph, names.value(str(value.name)), value)
+        for node, position in found:
+            node.replace_input_with(position, tensor)
+    return len(places) - 1
+
+
+def _split(graph: ir.Graph, value: ir.Value, names: Names) -> int:
+    """Give each place that reads a tensor, and has a name for it, its own one; how many there are more."""
     uses = list(value.uses())
-    if len(uses) < 2 or value.is_graph_output() or value.is_graph_input():
-        return False
-    module, _, leaf = str(value.name).rpartition(".")
+    if len(uses) < 2:
+        return 0
+    read = {node: noted[-1] if (noted := scopes(node)) else "" for node, _ in uses}
+    # The code of a module may read the parameters of one in it, as attention does those of its `out_proj`.
+    module = next((outer for outer in around(str(value.name).rpartition(".")[0]) if outer in read.values()), "")
+    leaf = str(value.name).removeprefix(f"{module}.")
     places: dict[tuple[str, str], list[tuple[ir.Node, int]]] = {}
     for node, position in uses:
-        places.setdefault((_module(node), _leaf(node, position) or leaf), []).append((node, position))
-    own = (module, leaf)
+        part = _leaf(node, position) or _scales_groups(node, position) or leaf
+        places.setdefault((read[node], part), []).append((node, position))
+    own, kind = (module, leaf), value.metadata_props.get(_KIND)
+    if all(scope and _scales_groups(*use) for (scope, _), found in places.items() for use in found):
+        own = next(iter(places))
+        value.name = names.value(".".join(own))
     # Where its own module does not read it, or some node has none, nothing tells whose it is.
     if own not in places or not all(scope for scope, _ in places):
         own, places = _kinds(uses)
-    elif not _is_uniform(value.const_value):
-        places = {place: found for place, found in places.items() if place == own or place[1] in _STATISTICS}
-    kind = value.metadata_props.get(_KIND)
+    else:
+        is_fresh, is_copied = _is_uniform(value.const_value), next(iter(places)) == own and kind != "BUFFER"
+        for place in [place for place in places if place != own and place[1] not in _STATISTICS]:
+            in_list = place[1] == own[1] and are_siblings((place[0], own[0]))
+            if not (is_copied if in_list else is_fresh):
+                del places[place]
     for (scope, part), found in places.items():
         if (scope, part) == own:
             continue
@@ -103,7 +175,7 @@ def _split(graph: ir.Graph, value: ir.Value, names: Names) -> bool:
             tensor.metadata_props[_KIND] = kind
         for node, position in found:
             node.replace_input_with(position, tensor)
-    return len(places) > 1
+    return len(places) - 1
 
 
 def _kinds(
@@ -120,14 +192,13 @@ def _kinds(
     return own, places
 
 
-def _share_repeated(graph: ir.Graph, names: Names) -> bool:
-    """Make constants that repeat a vector of the graph computed from it."""
+def _share_repeated(graph: ir.Graph, names: Names) -> int:
+    """Compute constants that repeat a vector of the graph from it; how many."""
     repeated: list[tuple[ir.Value, np.ndarray]] = []
     vectors: dict[str, ir.Value] = {}
-    for value in graph.initializers.values():
+    for value in _floats(graph):
         tensor = value.const_value
-        if tensor is None or not tensor.dtype.is_floating_point() or value.is_graph_input() or value.is_graph_output():
-            continue
+        assert tensor is not None
         row = _row(tensor.numpy()) if len(tensor.shape) else None
         if row is None or not _is_drawn(row):
             continue
@@ -135,7 +206,7 @@ def _share_repeated(graph: ir.Graph, names: Names) -> bool:
             vectors.setdefault(content_key(row), value)
         elif value.metadata_props.get(_KIND) != "PARAMETER":
             repeated.append((value, row))
-    modified = False
+    count = 0
     for value, row in repeated:
         vector = vectors.get(content_key(row))
         if vector is None or vector.dtype != value.dtype or not value.uses():
@@ -150,8 +221,8 @@ def _share_repeated(graph: ir.Graph, names: Names) -> bool:
         result.name, result.type, result.shape = name, value.type, value.shape
         value.replace_all_uses_with(result)
         graph.insert_before(graph[0], node)
-        modified = True
-    return modified
+        count += 1
+    return count
 
 
 def _row(array: np.ndarray) -> np.ndarray | None:
@@ -184,13 +255,20 @@ def _leaf(node: ir.Node, position: int) -> str:
     return _SLOTS.get(node.op_type, {}).get(position, "") if node.domain == "" else ""
 
 
-def _module(node: ir.Node) -> str:
-    """The module of a node, if its exporter notes it."""
-    try:
-        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "()"))
-    except (ValueError, SyntaxError):
-        return ""
-    return str(scopes[-2]) if isinstance(scopes, list) and len(scopes) > 1 else ""
+def _scales_groups(node: ir.Node, position: int) -> str:
+    """What of a GroupNorm an operand is that exporters write as InstanceNormalization, Reshape, Mul and Add; empty if it is none of it."""
+    part = {"Mul": "weight", "Add": "bias"}.get(node.op_type, "") if node.domain == "" else ""
+    before = producer(node.inputs[1 - position]) if part else None
+    if part == "bias" and before is not None and before.op_type == "Mul":
+        before = next((made for value in before.inputs if (made := producer(value)) is not None), None)
+    norm = producer(before.inputs[0]) if before is not None and before.op_type == "Reshape" else None
+    return part if norm is not None and norm.op_type == "InstanceNormalization" else ""
+
+
+def _is_named(value: ir.Value) -> bool:
+    """Whether a tensor is called like a parameter of a module: those of exporters have numbers (`onnx::MatMul_13`, `val_7`)."""
+    name = str(value.name)
+    return _PARAMETER.fullmatch(name) is not None and _NUMBERED.fullmatch(name) is None
 
 
 def _is_uniform(tensor: ir.TensorProtocol | None) -> bool:

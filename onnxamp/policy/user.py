@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
-import functools
 import re
 from collections.abc import Collection, Iterator
 
@@ -13,6 +11,7 @@ import onnx_ir as ir
 
 from onnxamp.errors import UsageError
 from onnxamp.model import dimensions
+from onnxamp.model.modules import scopes
 from onnxamp.model.signatures import operator_name
 from onnxamp.model.units import TypeGraph, all_values, named_bodies
 from onnxamp.policy import codes
@@ -94,25 +93,6 @@ def nearest(name: str, known: Collection[str]) -> str:
     """What to say of a name that is not known: the one that it may be."""
     near = difflib.get_close_matches(name, sorted(known), 1)
     return f"; did you mean {near[0]!r}?" if near else "."
-
-
-def scopes(node: ir.Node) -> tuple[str, ...]:
-    """Module scopes from the exporter's metadata, outermost first: ``encoder``, ``encoder.layers.0``."""
-    metadata = node.metadata_props
-    return _scopes(metadata.get("pkg.torch.onnx.name_scopes", ""), metadata.get("namespace", ""))
-
-
-@functools.lru_cache(maxsize=65536)
-def _scopes(name_scopes: str, namespace: str) -> tuple[str, ...]:
-    if name_scopes:
-        try:
-            listed = ast.literal_eval(name_scopes)
-        except (ValueError, SyntaxError):
-            return ()
-        return tuple(str(scope) for scope in listed[:-1] if scope) if isinstance(listed, list | tuple) else ()
-    parts = [part.partition(": ")[0].strip() for part in namespace.split("/")]
-    parts = [part for part in parts if part]
-    return tuple(".".join(parts[: i + 1]) for i in range(len(parts)))
 
 
 def wishes(graph: TypeGraph, options: Options) -> dict[ir.Node, Wish]:

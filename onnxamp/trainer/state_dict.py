@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from onnxamp.errors import DataError, ModelError
 from onnxamp.model import io
+from onnxamp.model.modules import are_siblings, module_of_node
 from onnxamp.model.tensors import content_key, is_distinct
 from onnxamp.passes.merged import RestoreTensors
 from onnxamp.trainer.checkpoint import atomic, disk_error
@@ -56,6 +57,8 @@ class Names:
         found = []
         for group in self.copies:
             names = [name for name, (inner, _) in self.tensors.items() if inner in group]
+            if len(names) == len(group) and are_siblings(names):
+                continue  # layers that were copied are equal only until they train
             places = [self.tensors[name] for name in names]
             values = [parameters[inner].T if turned else parameters[inner] for inner, turned in places]
             if len({content_key(value.reshape(-1)) for value in values}) > 1:
@@ -86,11 +89,22 @@ def initializers(model: ir.Model) -> dict[str, Array]:
     """The float initializers of a model's main graph, by name; those that its exporter merged are apart."""
     model = io.load(model)
     RestoreTensors()(model)
-    result = {}
-    for name, value in model.graph.initializers.items():
-        if value.const_value is not None and value.const_value.dtype.is_floating_point():
-            result[name] = value.const_value.numpy()
-    return result
+    return {
+        name: value.const_value.numpy()
+        for name, value in model.graph.initializers.items()
+        if value.const_value is not None and value.const_value.dtype.is_floating_point()
+    }
+
+
+def names_of(model: ir.Model, original: str | os.PathLike[str]) -> Names:
+    """`match` the initializers of `model` with a framework's state dict; the modules are those that its exporter notes."""
+    model = io.load(model)
+    RestoreTensors()(model)
+    read = {
+        name: {module_of_node(node) for node, _ in value.uses()} for name, value in model.graph.initializers.items()
+    }
+    modules = {name: next(iter(found)) for name, found in read.items() if len(found) == 1}
+    return match(initializers(model), original, modules)
 
 
 def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Array]:
@@ -105,16 +119,19 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Array]:
         raise ModelError(f"{os.fspath(path)} is no readable safetensors file ({problem}).") from problem
 
 
-def match(parameters: Mapping[str, Array], original: str | os.PathLike[str]) -> Names:
+def match(
+    parameters: Mapping[str, Array], original: str | os.PathLike[str], modules: Mapping[str, str] | None = None
+) -> Names:
     """Match the initializers of a model with a framework's state dict, by value.
 
-    A tensor is taken by its own name if the values agree, else by its value, straight or transposed, if that leaves one
-    choice only; a vector also from [C, 1, 1], as exporters write those of channels. Values are compared in the type of the
-    model (a state dict in 16 bits is widened).
+    A tensor is taken by its own name if the values agree, else by its value, straight or transposed, if that and the module that
+    reads it leave one choice only; a vector also from [C, 1, 1], as exporters write those of channels. Values are compared in the
+    type of the model (a state dict in 16 bits is widened).
 
     Args:
         parameters: The model's float initializers before training.
         original: The state dict.
+        modules: The module that reads a tensor, where there is one and it is known.
 
     Raises:
         DataError: A value fits several initializers and no name tells them apart, or nothing matches at all.
@@ -139,7 +156,11 @@ def match(parameters: Mapping[str, Array], original: str | os.PathLike[str]) -> 
     used = {place[0] for place in tensors.values()}
     for name, found in open_names.items():
         # Tied weights have two names for one initializer, so one that is taken still counts where nothing else fits.
-        free = [place for place in found if place[0] not in used] or found
+        free = [place for place in found if place[0] not in used]
+        if not free and len({place[0] for place in found}) > 1 and (wanted[name] == wanted[name].flat[0]).all():
+            continue  # zeros or ones whose like have names of their own: the exporter has left out what does nothing
+        free = free or found
+        free = [place for place in free if name.startswith(f"{(modules or {}).get(place[0], '')}.")] or free
         if len({place[0] for place in free}) > 1:
             several = ", ".join(sorted({place[0] for place in free}))
             if is_distinct(wanted[name]):

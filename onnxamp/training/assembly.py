@@ -314,6 +314,9 @@ def _notes(
         for group in found.copies
         if entries.issuperset(group)
     ]
+    if layers := [group for group in found.layers if entries.issuperset(group)]:
+        examples = few([" = ".join(group) for group in layers], 1)
+        notes.append(f"Layers that were copied begin with the same numbers, and train apart: {examples}.")
     if grad.recomputed is not None:
         notes.append(_recompute_note(grad.recomputed))
     return notes

@@ -16,7 +16,7 @@ from typing import Any
 
 from onnxamp.errors import ModelError
 
-VERSION = 4
+VERSION = 5
 ALIGNMENT = 64
 """Bytes; every tensor of an arena starts at a multiple of it."""
 PARAMETER_ALIGNMENT = 32

@@ -150,6 +150,15 @@ MODULES = {
     "InstanceNorm without affine": lambda: plain(nn.InstanceNorm1d(2), 2, 4),
     "LayerNorm without affine": lambda: plain(nn.LayerNorm(8, elementwise_affine=False)),
     "LayerNorm without bias": lambda: plain(nn.LayerNorm(8, bias=False)),
+    "fresh GroupNorms": lambda: nn.Sequential(
+        nn.Linear(4, 8),
+        nn.Unflatten(1, (8, 1)),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.GroupNorm(2, 8),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    ),
     "fresh LayerNorms": lambda: nn.Sequential(
         nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 3)
     ),

@@ -1,0 +1,144 @@
+"""Layers that were copied, layers that are one, and tied weights, in real exports: each trains as in PyTorch."""
+
+import copy
+import io
+import warnings
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from onnxamp.trainer.state_dict import names_of
+from onnxamp.trainer.trainer import Trainer
+from onnxamp.training import build
+from onnxamp.training.forward import training_form
+from onnxamp.training.optimizers import SGD
+
+
+class Layers(nn.Module):
+    """Layers one after the other."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Reused(nn.Module):
+    """One layer, called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.layer(torch.tanh(self.layer(x))))
+
+
+def copies(layer, count=2):
+    return Layers(*(copy.deepcopy(layer) for _ in range(count)))
+
+
+def tied(first, second):
+    second.weight, second.bias = first.weight, first.bias
+    return Layers(first, second)
+
+
+def unbiased():
+    return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4, bias=False))
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0)
+    nn.init.normal_(layer.self_attn.out_proj.bias)  # zeros are left out by the newer exporter
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+MODULES = {
+    "copied": lambda: copies(nn.Linear(4, 4), 3),
+    "one twice": lambda: Layers(*[nn.Linear(4, 4)] * 2),
+    "reused": Reused,
+    "tied": lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)),
+    "copied, without bias": lambda: copies(unbiased()),
+    "one twice, without bias": lambda: Layers(*[unbiased()] * 2),
+    "encoder": encoder,
+}
+
+
+# One Linear is a Gemm, or MatMul and Add; without a batch the newer exporter computes what equal encoders share only once.
+CASES = [(kind, dims) for kind in MODULES for dims in ((2, 4), (2, 3, 4)) if kind != "encoder" or len(dims) == 3]
+
+
+def exported(module, x, dynamo):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if dynamo:
+            return torch.onnx.export(module, (x,), dynamo=True, verbose=False, input_names=["x"]).model_proto
+        buffer = io.BytesIO()
+        torch.onnx.export(module, (x,), buffer, dynamo=False, input_names=["x"], opset_version=17)
+        return onnx.load_from_string(buffer.getvalue())
+
+
+@pytest.mark.parametrize("dynamo", [False, True], ids=["TorchScript", "torch.export"])
+@pytest.mark.parametrize(("kind", "dims"), CASES)
+def test_steps_are_those_of_pytorch(kind, dims, dynamo, tmp_path):
+    torch.manual_seed(2)
+    module, x, labels = MODULES[kind]().eval(), torch.randn(dims), torch.randn(dims)
+    proto = exported(module, x, dynamo)
+    trainer = Trainer(build(proto, loss="mse", optimizer=SGD(lr=0.5), level="O0"), "cpu", threads=1)
+    parameters = trainer.parameters()
+    assert sum(value.size for value in parameters.values()) == sum(p.numel() for p in module.parameters())
+    optimizer = torch.optim.SGD(module.double().train().parameters(), lr=0.5)
+    for _ in range(3):
+        expected = nn.functional.mse_loss(module(x.double()), labels.double())
+        assert trainer.micro_step({"x": x.numpy(), "labels": labels.numpy()}).loss == pytest.approx(
+            expected.item(), rel=1e-5
+        )
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    trainer.export(tmp_path / "trained.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "trained.onnx", providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(session.run(None, {"x": x.numpy()})[0], module(x.double()).detach(), atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamo", [False, True], ids=["TorchScript", "torch.export"])
+def test_copied_layers_match_a_state_dict(dynamo, tmp_path):
+    """Transposed weights of copied layers have neither names nor numbers of their own: what reads them tells."""
+    torch.manual_seed(2)
+    module = encoder().eval()
+    safetensors.torch.save_file(module.state_dict(), tmp_path / "state.safetensors")
+    model = ir.from_proto(exported(module, torch.randn(2, 3, 4), dynamo))
+    names = names_of(model, tmp_path / "state.safetensors")
+    assert not names.absent
+    assert len({inner for inner, _ in names.tensors.values()}) == len(names.tensors)
+
+
+@pytest.mark.parametrize(
+    ("operator", "operands", "count"), [("MatMul", "xt", 2), ("MatMul", "tx", 1), ("Where", "cxt", 1)]
+)
+def test_only_weights_without_names_come_apart(operator, operands, count):
+    """A mask or a table that each layer reads may be large, and stays one."""
+    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[2, 2] x, bool[2, 2] c) => (float[2, 2] y) { y = Relu(x) }""")
+    table = np.array([[1, 2], [3, 4]], np.float32)
+    numbers = {"onnx::MatMul_7": table, "layers.0.bias": table[0], "layers.1.bias": table[0]}
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in numbers.items())
+    value = proto.graph.node.pop().input[0]
+    for layer in "01":
+        read = [{"x": value, "t": "onnx::MatMul_7"}.get(operand, operand) for operand in operands]
+        name, value = f"/layers.{layer}/{operator}", "y" if layer == "1" else "h"
+        proto.graph.node.append(onnx.helper.make_node(operator, read, [f"o{layer}"], name))
+        proto.graph.node.append(
+            onnx.helper.make_node("Add", [f"o{layer}", f"layers.{layer}.bias"], [value], f"/layers.{layer}/Add")
+        )
+    assert sum(name.startswith("onnx") for name in training_form(proto).graph.initializers) == count
