@@ -34,11 +34,20 @@ def _scopes(name_scopes: str, namespace: str) -> tuple[str, ...]:
 
 
 def module_of_node(node: ir.Node) -> str:
-    """The module whose code a node is: ``encoder.layers.0`` from metadata or of ``/encoder/layers.0/MatMul``; empty if nothing tells."""
+    """The module whose code a node is; empty if nothing tells.
+
+    It is in the metadata, or in the name: ``encoder.layers.0`` of ``/encoder/layers.0/MatMul``. What is in a Sequential repeats its name
+    there: ``down.1`` of ``/down/down.1/Relu``.
+    """
     if noted := scopes(node):
         return noted[-1]
     name = node.name or ""
-    return ".".join(name.split("/")[1:-1]) if name.startswith("/") else ""
+    parts: list[str] = []
+    for part in name.split("/")[1:-1] if name.startswith("/") else ():
+        if parts and part.startswith(f"{_CALL.sub('', parts[-1])}."):
+            parts.pop()
+        parts.append(part)
+    return ".".join(parts)
 
 
 def around(path: str) -> Iterator[str]:

@@ -110,8 +110,7 @@ def inference_model(source: ir.Model, values: Mapping[str, NDArray[Any]]) -> ir.
     Raises:
         ModelError: `source` has no parameter of that name and shape.
     """
-    model = io.load(source)
-    RestoreTensors()(model)
+    model = _restored(source)
     places = _places(model)
     for name, value in values.items():
         place = places.get(name)
@@ -135,8 +134,8 @@ def inference_model(source: ir.Model, values: Mapping[str, NDArray[Any]]) -> ir.
 
 
 def weights_of(model: ir.Model, names: Collection[str]) -> dict[str, NDArray[Any]]:
-    """Parameters of a model in FP32, by name."""
-    places = _places(model)
+    """Parameters of a model in FP32, by name; those that its exporter merged are apart."""
+    places = _places(_restored(model))
     tensors = {name: _tensor(places[name]) for name in names if name in places}
     return {name: tensor.numpy().astype(np.float32) for name, tensor in tensors.items() if tensor is not None}
 
@@ -147,7 +146,10 @@ def take_weights(model: ir.Model, source: ir.Model) -> list[str]:
     Returns:
         The float weights that it has and `source` has not, by name; single numbers in Constant nodes are not counted as weights.
     """
-    known = {name: tensor for name, place in _places(source).items() if (tensor := _tensor(place)) is not None}
+    RestoreTensors()(model)
+    known = {
+        name: tensor for name, place in _places(_restored(source)).items() if (tensor := _tensor(place)) is not None
+    }
     left = []
     for name, place in _places(model).items():
         own, other = _tensor(place), known.get(name)
@@ -159,6 +161,13 @@ def take_weights(model: ir.Model, source: ir.Model) -> list[str]:
         elif own.dtype.is_floating_point():
             left.append(name)
     return left
+
+
+def _restored(source: ir.Model) -> ir.Model:
+    """A copy in which tensors that the exporter merged are apart, as they are in training."""
+    model = io.load(source)
+    RestoreTensors()(model)
+    return model
 
 
 def _places(model: ir.Model) -> dict[str, ir.Value]:

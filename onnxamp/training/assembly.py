@@ -198,7 +198,7 @@ def _build(source: ir.Model, arguments: Arguments) -> Bundle:
         options=arguments.to_json(),
         limits={"floor": arguments.scale.lowest, "patience": PATIENCE},
         notes=(*forward.notes, *unadapted, *held, *_notes(found, grad, frozen, unreached, arguments.trainable)),
-        adapters=adapters,
+        adapters=tuple(adapter for adapter in adapters if adapter.a in trained.parameters),
     )
     graphs = {"grad": grad.model, "reduce": reduction, "update": update, "eval": evaluation}
     state = _state(forward.model.graph, layout, arguments)

@@ -10,6 +10,8 @@ from onnxamp.model.modules import are_apart, are_siblings, around, module_of_nod
     ("name", "metadata", "module"),
     [
         ("/enc/layers.0/MatMul", {}, "enc.layers.0"),
+        ("/enc/down/down.1/down.1.0/Relu", {}, "enc.down.1.0"),
+        ("/down_1/down.1_1/Relu", {}, "down.1_1"),
         ("/MatMul", {}, ""),
         ("node_MatMul_3", {}, ""),
         ("", {}, ""),

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from onnxamp.trainer.inference import take_weights
 from onnxamp.trainer.state_dict import names_of
 from onnxamp.trainer.trainer import Trainer
 from onnxamp.training import build
@@ -121,6 +122,29 @@ def test_copied_layers_match_a_state_dict(dynamo, tmp_path):
     names = names_of(model, tmp_path / "state.safetensors")
     assert not names.absent
     assert len({inner for inner, _ in names.tensors.values()}) == len(names.tensors)
+
+
+@pytest.mark.parametrize("dynamo", [False, True], ids=["TorchScript", "torch.export"])
+def test_adapters_and_weights_of_copied_layers_find_their_place(dynamo, tmp_path):
+    """The file has one weight for several layers; what is trained goes back to each."""
+    torch.manual_seed(2)
+    x, labels = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    proto = exported(copies(nn.Linear(4, 4), 3).eval(), x, dynamo)
+    outputs = []
+    for options in ({"lora": "rank=2,alpha=2,target=*", "optimizer": "adam"}, {"optimizer": "sgd"}):
+        trainer = Trainer(build(proto, loss="mse", level="O0", **options), "cpu", threads=1)
+        for _ in range(3):
+            trainer.micro_step({"x": x.numpy(), "labels": labels.numpy()})
+        trainer.export(tmp_path / "trained.onnx", overwrite=True)
+        session = onnxruntime.InferenceSession(tmp_path / "trained.onnx", providers=["CPUExecutionProvider"])
+        outputs.append(session.run(None, {"x": x.numpy()})[0])
+        np.testing.assert_allclose(
+            outputs[-1], trainer.predict({"x": x.numpy()})[proto.graph.output[0].name], atol=1e-5
+        )
+    model = ir.from_proto(proto)
+    assert not take_weights(model, ir.load(tmp_path / "trained.onnx"))
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    np.testing.assert_array_equal(session.run(None, {"x": x.numpy()})[0], outputs[-1])
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,23 @@ def test_a_weight_that_something_else_reads_gets_no_adapter(other):
     np.testing.assert_allclose(session.run(["y"], read)[0], trainer.predict(batch)["y"], rtol=1e-5, atol=1e-5)
 
 
+def test_a_head_that_the_loss_does_not_read_has_no_adapter_to_export(tmp_path):
+    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 2] x) => (float[n, 2] y, float[n, 2] other) <float[2, 2] w = {1, 2, 3, 4}, float[2, 2] v = {1, 2, 3, 5}>
+        { y = MatMul(x, w)  other = MatMul(x, v) }""")
+    bundle = build(proto, loss="cross_entropy", output="y", optimizer="sgd", level="O0", lora="rank=1,alpha=2,target=*")
+    assert [adapter.weight for adapter in bundle.manifest.adapters] == ["w"]
+    assert any("do not reach the loss" in note for note in bundle.manifest.notes)
+    trainer = Trainer(bundle, "cpu", threads=1)
+    trainer.micro_step({"x": np.ones((2, 2), np.float32), "labels": np.array([0, 1])})
+    trainer.export(tmp_path / "merged.onnx")
+    held = {
+        tensor.name: onnx.numpy_helper.to_array(tensor)
+        for tensor in onnx.load(tmp_path / "merged.onnx").graph.initializer
+    }
+    np.testing.assert_array_equal(held["v"], [[1, 2], [3, 5]])
+
+
 def test_a_node_s_name_stands_for_its_weight(model):
     """Both nodes of `token` get the adapter of their weight where one of them is named."""
     bundle = build(model, loss="cross_entropy", optimizer="sgd", level="O0", lora=Lora(2, 2, "/token/MatMul"))
