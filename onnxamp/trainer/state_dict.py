@@ -160,7 +160,10 @@ def match(
         if not free and len({place[0] for place in found}) > 1 and (wanted[name] == wanted[name].flat[0]).all():
             continue  # zeros or ones whose like have names of their own: the exporter has left out what does nothing
         free = free or found
-        free = [place for place in free if name.startswith(f"{(modules or {}).get(place[0], '')}.")] or free
+        if sum(other == found for other in open_names.values()) >= len(
+            {place[0] for place in found}
+        ):  # a name for each
+            free = [place for place in free if name.startswith(f"{(modules or {}).get(place[0], '')}.")] or free
         if len({place[0] for place in free}) > 1:
             several = ", ".join(sorted({place[0] for place in free}))
             if is_distinct(wanted[name]):
