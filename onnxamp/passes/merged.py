@@ -160,10 +160,10 @@ def _split(graph: ir.Graph, value: ir.Value, names: Names) -> int:
     if own not in places or not all(scope for scope, _ in places):
         own, places = _kinds(uses)
     else:
-        is_fresh, is_copied = _is_uniform(value.const_value), next(iter(places)) == own and kind != "BUFFER"
+        same = [place for place in places if place == own or (place[1] == own[1] and are_siblings((place[0], own[0])))]
+        is_copied, is_fresh = same[0] == own and kind != "BUFFER", _is_uniform(value.const_value)
         for place in [place for place in places if place != own and place[1] not in _STATISTICS]:
-            in_list = place[1] == own[1] and are_siblings((place[0], own[0]))
-            if not (is_copied if in_list else is_fresh):
+            if not (is_copied if place in same else is_fresh):
                 del places[place]
     for (scope, part), found in places.items():
         if (scope, part) == own:

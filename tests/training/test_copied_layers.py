@@ -45,6 +45,20 @@ class Reused(nn.Module):
         return torch.tanh(self.layer(torch.tanh(self.layer(x))))
 
 
+class Attention(nn.Module):
+    """Its parts are called in another order than they were made; fresh biases are zeros, those of the other layers too."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 4)
+        for part in (self.q, self.k):
+            nn.init.zeros_(part.bias)
+
+    def forward(self, x):
+        k = self.k(torch.sin(x))
+        return torch.exp(self.q(x)) * k
+
+
 def copies(layer, count=2):
     return Layers(*(copy.deepcopy(layer) for _ in range(count)))
 
@@ -71,12 +85,18 @@ MODULES = {
     "tied": lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)),
     "copied, without bias": lambda: copies(unbiased()),
     "one twice, without bias": lambda: Layers(*[unbiased()] * 2),
+    "fresh": lambda: Layers(Attention(), Attention()),
     "encoder": encoder,
 }
 
 
-# One Linear is a Gemm, or MatMul and Add; without a batch the newer exporter computes what equal encoders share only once.
-CASES = [(kind, dims) for kind in MODULES for dims in ((2, 4), (2, 3, 4)) if kind != "encoder" or len(dims) == 3]
+# A Linear is a Gemm, or MatMul and Add. In two dimensions the newer exporter computes once what equal encoders share, and drops zeros.
+CASES = [
+    (kind, dims)
+    for kind in MODULES
+    for dims in ((2, 4), (2, 3, 4))
+    if kind not in ("encoder", "fresh") or len(dims) == 3
+]
 
 
 def exported(module, x, dynamo):
