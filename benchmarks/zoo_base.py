@@ -44,6 +44,10 @@ class Call(nn.Module):
         return tensors[0] if self.want == 1 else tuple(tensors[: self.want])
 
 
+fresh = False
+"""Leave parameters as PyTorch makes them: many are equal, and exporters write equal ones once."""
+
+
 def enliven(module: nn.Module, seed: int) -> None:
     """Noise for parameters that are constant, as in no trained model."""
     generator = torch.Generator().manual_seed(seed)
@@ -78,7 +82,8 @@ def settle(module: nn.Module, sample: Callable[[int], dict[str, torch.Tensor]]) 
 
 def zoo(module: nn.Module, sample: Callable[[int], dict[str, torch.Tensor]], dynamic: dict[str, dict[int, str]]) -> Zoo:
     module.eval()
-    enliven(module, 1)
+    if not fresh:
+        enliven(module, 1)
     settle(module, sample)
     return Zoo(module.requires_grad_(True), sample, dynamic)
 

@@ -276,8 +276,10 @@ def main() -> None:
     parser.add_argument(
         "--rows", type=pathlib.Path, default=pathlib.Path("zoo_train.jsonl"), help="journal, a line of JSON each"
     )
+    parser.add_argument("--fresh", action="store_true", help="parameters as PyTorch makes them, many of them equal")
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args()
+    zoo_base.fresh = options.fresh
     rows = [json.loads(line) for line in options.rows.read_text().splitlines()] if options.rows.exists() else []
     for name, variant in ((n, v) for n in options.names for v in options.variants.split(",")):
         if any((row["model"], row["variant"]) == (name, variant) for row in rows):
