@@ -66,8 +66,8 @@ class Builder(Emitter):
         """
         if value.shape is None:
             raise UnsupportedError(
-                f"The number of dimensions of {value.name!r} is unknown and the gradient of {self._prefix[5:]!r} needs "
-                "it: export the model with shapes, or fix it with shape inference."
+                f"The number of dimensions of {value.name!r} is unknown and the gradient of {self._prefix[5:]!r} needs it; "
+                f"inference ends at {_first_unknown(value)}: see whether the model runs, and export it with shapes."
             )
         return [dim if isinstance(dim, int) else (None if dim.value is None else str(dim)) for dim in value.shape]
 
@@ -350,3 +350,16 @@ class Builder(Emitter):
     def is_float(self, value: ir.Value | None) -> bool:
         """Whether `value` is a float tensor."""
         return value is not None and value.dtype in FLOATS
+
+
+def _first_unknown(value: ir.Value) -> str:
+    """The first node on the way to `value` from whose operands nothing follows, with what is known of these."""
+    node, seen = value.producer(), set()
+    while node is not None and node not in seen:
+        seen.add(node)
+        before = next((v.producer() for v in node.inputs if v is not None and v.shape is None and v.producer()), None)
+        if before is None:
+            shapes = " and ".join(str(v.shape) if v.shape is not None else "?" for v in node.inputs if v is not None)
+            return f"{node.op_type} {node.name!r} of {shapes or 'nothing'}"
+        node = before
+    return f"{value.name!r}, which no node makes"

@@ -246,6 +246,14 @@ def test_a_gradient_without_a_rule_is_refused_not_left_out(inputs, body, words):
         gradient_model(parse(text), wrt=["w"])
 
 
+def test_unknown_dimensions_name_the_node_from_which_nothing_follows():
+    text = "g (float[2, 3] x, float[4, 1, 5] w) => (float y) { a = Add(x, w) b = Relu(a) c = ReduceMax(b) y = Identity(c) }"
+    proto = parse(text)
+    proto.graph.node[0].name = "sum"
+    with pytest.raises(UnsupportedError, match=r"inference ends at Add 'sum' of \[2,3\] and \[4,1,5\]"):
+        gradient_model(proto, wrt=["w"])
+
+
 def test_a_pattern_leaves_out_what_only_such_operands_read():
     text = (
         """g (float[2, 3] x) => (float y) <float[2] s = {2, 2}> { a = Resize(x, , s) y = ReduceSum<keepdims=0>(a) }"""
