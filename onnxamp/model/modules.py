@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import itertools
 import re
 from collections.abc import Collection, Iterator
 
@@ -57,43 +56,24 @@ def around(path: str) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
-def owners(tensors: Collection[str]) -> frozenset[str]:
-    """The modules that some of these tensors belong to by their names, and those around them."""
-    return frozenset({module for name in tensors for module in around(name.rpartition(".")[0])})
-
-
 def are_siblings(paths: Collection[str]) -> bool:
     """Whether paths differ in numbers only, as those of the layers in a list do: ``layers.0.linear`` and ``layers.1.linear``."""
     forms = {tuple("0" if part.isdigit() else part for part in path.split(".")) for path in paths}
     return len(forms) == 1 and len(set(paths)) > 1
 
 
-def are_apart(paths: Collection[str], owned: frozenset[str]) -> bool:
-    """Whether modules, each of which reads the same numbers, have parameters of their own, and not one of them those of another.
-
-    1. A module has some if tensors have its name, or that of the layer that it is in, where the others are in other layers of a list.
-    2. The second call of a module has none (``layers.0_1``), unless tensors have this name.
-
-    Args:
-        paths: The modules.
-        owned: What `owners` gives for the tensors of the model.
-    """
-    different = set(paths)
-    if len(different) < 2 or not all(different):
-        return False
-    for path in different - owned:
-        others = different - {path}
-        if any(_CALL.sub("", other) == _CALL.sub("", path) for other in others):
-            return False
-        if not all(_layer(path, other) in owned for other in others):
-            return False
-    return True
+def numbers(path: str) -> tuple[int, ...]:
+    """The numbers in a path: (0, 3) of ``layers.0.blocks.3``."""
+    return tuple(int(part) for part in path.split(".") if part.isdigit())
 
 
-def _layer(path: str, other: str) -> str:
-    """The part of `path` up to the number in which it differs from `other`; empty if it differs in something else first."""
-    parts = path.split(".")
-    for index, (part, against) in enumerate(itertools.zip_longest(parts, other.split("."))):
-        if part != against:
-            return ".".join(parts[: index + 1]) if part is not None and part.isdigit() else ""
-    return ""
+def is_second_call(path: str, other: str) -> bool:
+    """Whether two paths may be two calls of one module: ``layers.0`` and ``layers.0_1``."""
+    return path != other and _CALL.sub("", path) == _CALL.sub("", other)
+
+
+def apart_from(path: str, other: str) -> str:
+    """The outermost part of `path` that is not around `other`: ``layers.0`` of ``layers.0.norm`` beside ``layers.1.norm``."""
+    parts, against = path.split("."), other.split(".")
+    same = next((index for index, (a, b) in enumerate(zip(parts, against, strict=False)) if a != b), len(against))
+    return ".".join(parts[: same + 1])

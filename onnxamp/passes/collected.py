@@ -39,6 +39,8 @@ def _filled(node: ir.Node) -> tuple[int, ir.Node] | None:
         insert = uses[0][0]
         if insert is not last.producer() or insert.op_type != "SequenceInsert" or len(insert.inputs) > 2:
             continue
+        if insert.inputs[1] is None or insert.inputs[1].shape is None:
+            continue
         if list(body.outputs).count(last) == 1 and all(_joins(reader, node, insert) for reader, _ in final.uses()):
             return index, insert
     return None

@@ -16,6 +16,7 @@ from onnxamp.conversion import convert
 from onnxamp.errors import ModelError, UsageError
 from onnxamp.evidence.opening import crash_on_cpu
 from onnxamp.model import io
+from onnxamp.model.preparation import prepare
 from onnxamp.passes.merged import RestoreTensors
 from onnxamp.training.bundle import Bundle
 from onnxamp.training.lora import merge
@@ -164,8 +165,16 @@ def take_weights(model: ir.Model, source: ir.Model) -> list[str]:
 
 
 def _restored(source: ir.Model) -> ir.Model:
-    """A copy in which tensors that the exporter merged are apart, as they are in training."""
+    """A copy in which tensors that the exporter merged are apart, as they are in training.
+
+    Functions stay, unless such tensors are in them.
+    """
     model = io.load(source)
+    if model.functions:
+        inlined = io.load(source)
+        prepare(inlined)
+        if RestoreTensors()(inlined).modified:
+            return inlined
     RestoreTensors()(model)
     return model
 

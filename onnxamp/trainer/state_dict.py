@@ -87,24 +87,30 @@ class Names:
 
 def initializers(model: ir.Model) -> dict[str, Array]:
     """The float initializers of a model's main graph, by name; those that its exporter merged are apart."""
+    return {name: _array(value) for name, value in _floats(model).items()}
+
+
+def names_of(model: ir.Model, original: str | os.PathLike[str]) -> Names:
+    """`match` the initializers of `model` with a framework's state dict; the modules are those that its exporter notes."""
+    floats = _floats(model)
+    read = {name: {module_of_node(node) for node, _ in value.uses()} for name, value in floats.items()}
+    modules = {name: next(iter(found)) for name, found in read.items() if len(found) == 1}
+    return match({name: _array(value) for name, value in floats.items()}, original, modules)
+
+
+def _floats(model: ir.Model) -> dict[str, ir.Value]:
     model = io.load(model)
     RestoreTensors()(model)
     return {
-        name: value.const_value.numpy()
+        name: value
         for name, value in model.graph.initializers.items()
         if value.const_value is not None and value.const_value.dtype.is_floating_point()
     }
 
 
-def names_of(model: ir.Model, original: str | os.PathLike[str]) -> Names:
-    """`match` the initializers of `model` with a framework's state dict; the modules are those that its exporter notes."""
-    model = io.load(model)
-    RestoreTensors()(model)
-    read = {
-        name: {module_of_node(node) for node, _ in value.uses()} for name, value in model.graph.initializers.items()
-    }
-    modules = {name: next(iter(found)) for name, found in read.items() if len(found) == 1}
-    return match(initializers(model), original, modules)
+def _array(value: ir.Value) -> Array:
+    assert value.const_value is not None
+    return value.const_value.numpy()
 
 
 def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Array]:
@@ -160,9 +166,8 @@ def match(
         if not free and len({place[0] for place in found}) > 1 and (wanted[name] == wanted[name].flat[0]).all():
             continue  # zeros or ones whose like have names of their own: the exporter has left out what does nothing
         free = free or found
-        if sum(other == found for other in open_names.values()) >= len(
-            {place[0] for place in found}
-        ):  # a name for each
+        has_name_each = sum(other == found for other in open_names.values()) >= len({place[0] for place in found})
+        if has_name_each:
             free = [place for place in free if name.startswith(f"{(modules or {}).get(place[0], '')}.")] or free
         if len({place[0] for place in free}) > 1:
             several = ", ".join(sorted({place[0] for place in free}))

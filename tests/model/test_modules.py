@@ -3,7 +3,7 @@
 import onnx_ir as ir
 import pytest
 
-from onnxamp.model.modules import are_apart, are_siblings, around, module_of_node, owners
+from onnxamp.model.modules import apart_from, are_siblings, around, is_second_call, module_of_node, numbers
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,6 @@ def test_modules_of_nodes(name, metadata, module):
 def test_modules_around():
     assert list(around("a.0.b")) == ["a.0.b", "a.0", "a"]
     assert list(around("")) == []
-    assert owners(["a.0.weight", "bias"]) == {"a.0", "a"}
 
 
 @pytest.mark.parametrize(
@@ -46,21 +45,21 @@ def test_siblings(paths, siblings):
 
 
 @pytest.mark.parametrize(
-    ("paths", "tensors", "apart"),
+    ("path", "other", "outer"),
     [
-        (("a.0", "a.1"), ("a.0.bias", "a.1.bias"), True),
-        (("a.0", "a.1"), ("a.0.bias",), False),  # the second one's bias is tied, too
-        (("a.0", "a.0_1"), ("a.0.bias",), False),  # called twice
-        (("a", "a_1"), ("a.bias", "a_1.bias"), True),
-        (("q", "k"), ("q.bias", "k.bias"), True),
-        (("q", "k"), (), False),
-        (("a.0.q", "a.1.q"), ("a.0.norm.weight", "a.1.norm.weight"), True),
-        (("a.0.q", "a.0.k"), ("a.0.norm.weight",), False),
-        (("a.0.q", "a.1.q", ""), ("a.0.norm.weight", "a.1.norm.weight"), False),
-        (("a.0.q", "b.0.q"), ("a.0.norm.weight", "b.0.norm.weight"), False),
-        (("a.0.1", "a.1.1"), ("a.0.0.weight", "a.1.0.weight"), True),
-        (("a.0",), ("a.0.bias",), False),
+        ("a.0.b", "a.1.b", "a.0"),
+        ("a.0.b.c", "a.1", "a.0"),
+        ("q", "k", "q"),
+        ("a.norm", "a", "a.norm"),
+        ("norm", "a.0", "norm"),
     ],
 )
-def test_what_has_parameters_of_its_own(paths, tensors, apart):
-    assert are_apart(paths, owners(tensors)) == apart
+def test_the_part_of_a_path_that_is_not_around_another(path, other, outer):
+    assert apart_from(path, other) == outer
+
+
+def test_calls_and_numbers():
+    assert is_second_call("a.0_1.q", "a.0.q")
+    assert not is_second_call("a.1.q", "a.0.q")
+    assert not is_second_call("a", "a")
+    assert numbers("layers.0.blocks.13.norm1") == (0, 13)

@@ -34,6 +34,80 @@ class Layers(nn.Module):
         return x
 
 
+class Backwards(Layers):
+    """The last layer first: modules are not called in the order in which they were made."""
+
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Two(nn.Module):
+    """Two modules under names of their own, the second one first if it is asked for."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.mix, self.second = first, nn.Linear(4, 4), second
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.mix(torch.sin(self.first(x)))))
+
+
+class Block(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.mix = norm, nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.norm(self.mix(x)))
+
+
+class LastNormFirst(nn.Module):
+    """The norm that is called last is made first."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.blocks = nn.LayerNorm(4), nn.ModuleList([Block(nn.LayerNorm(4)) for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+class Cloned(nn.Module):
+    """A copy of a weight is the weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.w.clone()) @ self.w
+
+
+class Repeated(nn.Module):
+    """A parameter that begins as the rows of another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+        self.query = nn.Parameter(self.mix.bias.detach().repeat(3, 1))
+
+    def forward(self, x):
+        return torch.tanh(self.mix(x)) + torch.sin(self.query + x.mean()).sum(0)
+
+
+class Rms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
 class Reused(nn.Module):
     """One layer, called twice."""
 
@@ -68,6 +142,15 @@ def tied(first, second):
     return Layers(first, second)
 
 
+def weight_tied(first, second):
+    second.weight = first.weight
+    return first, second
+
+
+def twice(module, make=Two):
+    return make(module, module)
+
+
 def unbiased():
     return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4, bias=False))
 
@@ -87,7 +170,23 @@ MODULES = {
     "one twice, without bias": lambda: Layers(*[unbiased()] * 2),
     "fresh": lambda: Layers(Attention(), Attention()),
     "encoder": encoder,
+    "copied, backwards": lambda: Backwards(*copies(nn.Linear(4, 4), 3).layers),
+    "one twice, backwards": lambda: twice(nn.Linear(4, 4), Backwards),
+    "tied weights, own biases": lambda: Layers(*weight_tied(nn.Linear(4, 4), nn.Linear(4, 4))),
+    "tied weights, own biases, two names": lambda: Two(*weight_tied(nn.Linear(4, 4), nn.Linear(4, 4))),
+    "tied weights, own biases, backwards": lambda: Backwards(*weight_tied(nn.Linear(4, 4), nn.Linear(4, 4))),
+    "fresh norms": lambda: Two(nn.LayerNorm(4), nn.LayerNorm(4)),
+    "fresh norms, the last first": LastNormFirst,
+    "one norm, two names": lambda: twice(nn.LayerNorm(4)),
+    "one norm in two blocks": lambda: Two(Block(norm := nn.LayerNorm(4)), Block(norm)),
+    "fresh RMS norms": lambda: Two(Rms(), Rms()),
+    "one RMS norm, two names": lambda: twice(Rms()),
+    "fresh slopes": lambda: Two(nn.PReLU(), nn.PReLU()),
+    "cloned": Cloned,
+    "repeated": Repeated,
 }
+TRAINABLE = {"cloned": "*", "repeated": "*"}
+"""What has no place of a parameter is asked for."""
 
 
 # A Linear is a Gemm, or MatMul and Add. In two dimensions the newer exporter computes once what equal encoders share, and drops zeros.
@@ -99,23 +198,29 @@ CASES = [
 ]
 
 
-def exported(module, x, dynamo):
+def exported(module, x, exporter):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if dynamo:
-            return torch.onnx.export(module, (x,), dynamo=True, verbose=False, input_names=["x"]).model_proto
+        if exporter != "TorchScript":
+            optimize = exporter == "torch.export"
+            return torch.onnx.export(
+                module, (x,), dynamo=True, verbose=False, optimize=optimize, input_names=["x"]
+            ).model_proto
         buffer = io.BytesIO()
         torch.onnx.export(module, (x,), buffer, dynamo=False, input_names=["x"], opset_version=17)
         return onnx.load_from_string(buffer.getvalue())
 
 
-@pytest.mark.parametrize("dynamo", [False, True], ids=["TorchScript", "torch.export"])
+@pytest.mark.parametrize("exporter", ["TorchScript", "torch.export", "torch.export, not optimized"])
 @pytest.mark.parametrize(("kind", "dims"), CASES)
-def test_steps_are_those_of_pytorch(kind, dims, dynamo, tmp_path):
+def test_steps_are_those_of_pytorch(kind, dims, exporter, tmp_path):
     torch.manual_seed(2)
     module, x, labels = MODULES[kind]().eval(), torch.randn(dims), torch.randn(dims)
-    proto = exported(module, x, dynamo)
-    trainer = Trainer(build(proto, loss="mse", optimizer=SGD(lr=0.5), level="O0"), "cpu", threads=1)
+    proto = exported(module, x, exporter)
+    held = [tensor.name for tensor in proto.graph.initializer]
+    bundle = build(proto, loss="mse", optimizer=SGD(lr=0.5), level="O0", trainable=TRAINABLE.get(kind))
+    assert [tensor.name for tensor in proto.graph.initializer] == held
+    trainer = Trainer(bundle, "cpu", threads=1)
     parameters = trainer.parameters()
     assert sum(value.size for value in parameters.values()) == sum(p.numel() for p in module.parameters())
     optimizer = torch.optim.SGD(module.double().train().parameters(), lr=0.5)
@@ -132,24 +237,24 @@ def test_steps_are_those_of_pytorch(kind, dims, dynamo, tmp_path):
     np.testing.assert_allclose(session.run(None, {"x": x.numpy()})[0], module(x.double()).detach(), atol=1e-5)
 
 
-@pytest.mark.parametrize("dynamo", [False, True], ids=["TorchScript", "torch.export"])
-def test_copied_layers_match_a_state_dict(dynamo, tmp_path):
+@pytest.mark.parametrize("exporter", ["TorchScript", "torch.export"])
+def test_copied_layers_match_a_state_dict(exporter, tmp_path):
     """Transposed weights of copied layers have neither names nor numbers of their own: what reads them tells."""
     torch.manual_seed(2)
     module = encoder().eval()
     safetensors.torch.save_file(module.state_dict(), tmp_path / "state.safetensors")
-    model = ir.from_proto(exported(module, torch.randn(2, 3, 4), dynamo))
+    model = ir.from_proto(exported(module, torch.randn(2, 3, 4), exporter))
     names = names_of(model, tmp_path / "state.safetensors")
     assert not names.absent
     assert len({inner for inner, _ in names.tensors.values()}) == len(names.tensors)
 
 
-@pytest.mark.parametrize("dynamo", [False, True], ids=["TorchScript", "torch.export"])
-def test_adapters_and_weights_of_copied_layers_find_their_place(dynamo, tmp_path):
+@pytest.mark.parametrize("exporter", ["TorchScript", "torch.export"])
+def test_adapters_and_weights_of_copied_layers_find_their_place(exporter, tmp_path):
     """The file has one weight for several layers; what is trained goes back to each."""
     torch.manual_seed(2)
     x, labels = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    proto = exported(copies(nn.Linear(4, 4), 3).eval(), x, dynamo)
+    proto = exported(copies(nn.Linear(4, 4), 3).eval(), x, exporter)
     outputs = []
     for options in ({"lora": "rank=2,alpha=2,target=*", "optimizer": "adam"}, {"optimizer": "sgd"}):
         trainer = Trainer(build(proto, loss="mse", level="O0", **options), "cpu", threads=1)

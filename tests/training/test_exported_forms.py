@@ -132,8 +132,10 @@ def fold(proto):
         and getattr(made.get(n.input[0]), "op_type", "Constant") == "Constant"
         and n.input[0] in made
     )
-    proto.graph.initializer.append(numpy_helper.from_array(np.tile(held[gemm.input[2]], (8, 1)), gemm.output[0]))
+    proto.graph.initializer.append(numpy_helper.from_array(np.tile(held[gemm.input[2]], (8, 1)), "linear_1"))
     proto.graph.node.remove(gemm)
+    for node in proto.graph.node:
+        node.input[:] = ["linear_1" if name == gemm.output[0] else name for name in node.input]
     return proto
 
 
