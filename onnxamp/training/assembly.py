@@ -267,10 +267,21 @@ def _trained_norms(graph: ir.Graph, chosen: Sequence[str], frozen: Mapping[str, 
         for node in graph
         if node.op_type == "BatchNormalization"
         and node.domain == ""
-        and node.inputs[1] is not None
-        and (node.inputs[1].name in chosen or frozen.get(str(node.inputs[1].name), "").endswith(LITERAL))
+        and (scale := node.inputs[1]) is not None
+        and (scale.name in chosen or frozen.get(str(scale.name), "").endswith(LITERAL) or _is_spread(scale, chosen))
         and batch_norm.statistics(node) is not None
     ]
+
+
+def _is_spread(value: ir.Value, chosen: Sequence[str]) -> bool:
+    """Whether a value is a constant, expanded: how PyTorch's newer exporter writes the scale that a norm does not have."""
+    node = value.producer()
+    if node is None or node.op_type != "Expand" or node.domain != "":
+        return False
+    source = node.inputs[0]
+    while source is not None and (node := source.producer()) is not None and node.op_type in ("Cast", "CastLike"):
+        source = node.inputs[0]
+    return source is not None and source.is_initializer() and source.name not in chosen
 
 
 def _notes(

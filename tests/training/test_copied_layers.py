@@ -237,6 +237,23 @@ def test_steps_are_those_of_pytorch(kind, dims, exporter, tmp_path):
     np.testing.assert_allclose(session.run(None, {"x": x.numpy()})[0], module(x.double()).detach(), atol=1e-5)
 
 
+@pytest.mark.parametrize("exporter", ["TorchScript", "torch.export", "torch.export, not optimized"])
+def test_a_batch_norm_without_scale_reads_the_batch(exporter):
+    torch.manual_seed(2)
+    module, x, labels = Two(nn.BatchNorm1d(4, affine=False), nn.Tanh()), torch.randn(8, 4) + 1, torch.randn(8, 4)
+    proto = exported(module.eval(), x, exporter)
+    trainer = Trainer(build(proto, loss="mse", optimizer=SGD(lr=0.5), level="O0"), "cpu", threads=1)
+    optimizer = torch.optim.SGD(module.double().train().parameters(), lr=0.5)
+    for _ in range(3):
+        expected = nn.functional.mse_loss(module(x.double()), labels.double())
+        assert trainer.micro_step({"x": x.numpy(), "labels": labels.numpy()}).loss == pytest.approx(
+            expected.item(), rel=1e-5
+        )
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("exporter", ["TorchScript", "torch.export"])
 def test_copied_layers_match_a_state_dict(exporter, tmp_path):
     """Transposed weights of copied layers have neither names nor numbers of their own: what reads them tells."""
