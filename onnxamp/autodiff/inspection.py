@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxamp.autodiff.emitter import FLOATS
@@ -18,7 +18,6 @@ _PROBABILITIES = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
 _MOVES = frozenset({"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Cast"})
 # Nodes whose result is another view of the memory of their first input.
 _VIEWS = frozenset({"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"})
-_LEADING, _OTHER = 1, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +77,9 @@ def kept_bytes(model: ir.Model, outputs: Sequence[str], sizes: Mapping[str, int]
         The bytes, and the sizes that were assumed for dimensions without one.
     """
     graph = model.graph
+    taken = dimensions.Sizes(sizes)
+    for value in graph.inputs:
+        _bytes(value, taken)
     seeds = {}
     for value in graph.outputs:
         if value.name in outputs:
@@ -89,16 +91,16 @@ def kept_bytes(model: ir.Model, outputs: Sequence[str], sizes: Mapping[str, int]
     backward(graph, seeds, trainable, opset_imports=dict(model.opset_imports))
     own = set(forward)
     constants = _constant_values(forward)
-    assumed: dict[str, int] = {}
-    kept: set[ir.Value] = set()
+    kept: dict[ir.Value, None] = {}  # in the order of the graph: a name has the size of where it is first seen
     for node in forward:
         for value in node.outputs:
             if value not in constants and any(user not in own for user, _ in value.uses()):
-                kept.add(_memory(value))
+                kept[_memory(value)] = None
     for value in graph.inputs:
         if any(user not in own for user, _ in value.uses()) and value not in seeds.values():
-            kept.add(value)
-    return sum(_bytes(value, sizes, assumed) for value in kept), assumed
+            kept[value] = None
+    total = sum(_bytes(value, taken) for value in kept)
+    return total, {name: size for name, size in taken.dims.items() if name not in sizes}
 
 
 def _memory(value: ir.Value) -> ir.Value:
@@ -119,21 +121,10 @@ def _constant_values(nodes: Sequence[ir.Node]) -> set[ir.Value]:
     return constants
 
 
-def _bytes(value: ir.Value, sizes: Mapping[str, int], assumed: dict[str, int]) -> int:
+def _bytes(value: ir.Value, sizes: dimensions.Sizes) -> int:
     if value.shape is None or value.dtype is None:
         return 0
-    count = 1
-    for axis, dim in enumerate(value.shape):
-        if isinstance(dim, int):
-            count *= dim
-            continue
-        expression = "?" if dim.value is None else str(dim.value)
-        known, default = dict(sizes), _LEADING if axis == 0 else _OTHER
-        for name in dimensions.names(expression):
-            if name not in known:
-                known[name] = assumed.setdefault(name, default)
-        count *= dimensions.evaluate(expression, known, default)
-    return int(np.ceil(count * value.dtype.itemsize))
+    return math.ceil(sizes.elements(value.shape) * value.dtype.itemsize)
 
 
 def _probability(value: ir.Value) -> str | None:

@@ -12,10 +12,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-# PyTorch's exporter (`dynamo=True`) notes what a tensor was in the module: PARAMETER, BUFFER or CONSTANT_TENSOR
-# (torch.export.graph_signature.InputKind).
-_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
-# ... and from which tensors it computed one.
+from onnxamp.model.modules import KIND
+
+# PyTorch's exporter (`dynamo=True`) notes from which tensors it computed one.
 _FOLDED = "pkg.onnxscript.optimizer.folded_from"
 # What frameworks call the variables of a model: by the attribute of a module (`head.temperature`), or TensorFlow's operators.
 _ATTRIBUTE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
@@ -47,7 +46,7 @@ _SPREAD = 8 * _STEP
 
 def noted(value: ir.Value) -> bool | None:
     """Whether the exporter notes an initializer as a parameter; None if it notes nothing."""
-    kind = value.metadata_props.get(_KIND)
+    kind = value.metadata_props.get(KIND)
     return None if kind is None else kind == "PARAMETER"
 
 

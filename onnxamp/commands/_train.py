@@ -208,7 +208,9 @@ class Session:
         model = self._model(source)
         names = state_dict.names_of(model, options["like"]) if options["like"] else None
         if names is not None and names.absent:
-            self._say(f"not in the model, and given back unchanged: {', '.join(names.absent)}")
+            self._say(
+                f"not in the model as they are (left out, or joined with others), and given back unchanged: {', '.join(names.absent)}"
+            )
         if options["replace_head"]:
             from onnxamp.training.head import replace_head
 

@@ -100,6 +100,7 @@ def _show(found: dict[str, Any]) -> None:
 def explanation(model: str, name: str, choices: dict[str, str]) -> dict[str, Any]:
     """What there is to say of the node called `name` (or that gives the value of that name), in JSON types."""
     from onnxamp.errors import UsageError
+    from onnxamp.model.modules import SCOPES
     from onnxamp.passes.annotate import converted_with
     from onnxamp.policy.pages import title
 
@@ -116,7 +117,7 @@ def explanation(model: str, name: str, choices: dict[str, str]) -> dict[str, Any
     return {
         "node": node.name or "(no name)",
         "op_type": f"{node.domain}.{node.op_type}" if node.domain else node.op_type,
-        "scope": node.metadata_props.get("namespace") or node.metadata_props.get("pkg.torch.onnx.name_scopes") or "",
+        "scope": node.metadata_props.get("namespace") or node.metadata_props.get(SCOPES) or "",
         "inputs": [_value(value) for value in node.inputs if value is not None],
         "outputs": [_value(value) for value in node.outputs],
         **decision,

@@ -9,6 +9,10 @@ from collections.abc import Collection, Iterator
 
 import onnx_ir as ir
 
+# What PyTorch's newer exporter notes: the modules around a node, and what a tensor was (PARAMETER, BUFFER or CONSTANT_TENSOR;
+# torch.export.graph_signature.InputKind).
+SCOPES = "pkg.torch.onnx.name_scopes"
+KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 # The second call of a module: the older exporter calls its nodes `/layers.0_1/MatMul`.
 _CALL = re.compile(r"_\d+(?=\.|$)")
 
@@ -16,7 +20,7 @@ _CALL = re.compile(r"_\d+(?=\.|$)")
 def scopes(node: ir.Node) -> tuple[str, ...]:
     """Module scopes from the exporter's metadata, outermost first: ``encoder``, ``encoder.layers.0``."""
     metadata = node.metadata_props
-    return _scopes(metadata.get("pkg.torch.onnx.name_scopes", ""), metadata.get("namespace", ""))
+    return _scopes(metadata.get(SCOPES, ""), metadata.get("namespace", ""))
 
 
 @functools.lru_cache(maxsize=65536)

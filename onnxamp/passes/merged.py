@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxamp.model.modules import apart_from, are_siblings, around, is_second_call, module_of_node, numbers, scopes
+from onnxamp.model.modules import (
+    KIND,
+    SCOPES,
+    apart_from,
+    are_siblings,
+    around,
+    is_second_call,
+    module_of_node,
+    numbers,
+    scopes,
+)
 from onnxamp.model.naming import Names
 from onnxamp.model.units import producer
 from onnxamp.passes.repeated import share_repeated
@@ -24,9 +34,6 @@ _SLOTS = {
     "RMSNormalization": {1: "weight"},
 }
 _STATISTICS = frozenset({"running_mean", "running_var"})
-# What a tensor was in PyTorch, as its newer exporter notes; it also notes the modules of nodes.
-_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
-_SCOPES = "pkg.torch.onnx.name_scopes"
 # What reads weights at its further inputs: masks and tables that many layers read are elsewhere, and may stay one.
 _WEIGHTED = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN"})
 _PARAMETER = re.compile(r"[A-Za-z_]\w*(\.\w+)*|\d+(\.\w+)+")
@@ -61,7 +68,7 @@ class RestoreTensors(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph, names = model.graph, Names(model)
-        noted = any(_SCOPES in node.metadata_props for node in graph)
+        noted = any(SCOPES in node.metadata_props for node in graph)
         older = model.producer_name == "pytorch" and not noted
         changed = _restore_copies(graph, lambda node: _is_own(node, older))
         if not noted or _merges_equal(graph):
@@ -227,7 +234,7 @@ class _Registry:
 
 def _scope(node: ir.Node) -> str:
     noted = scopes(node)
-    return noted[-1] if noted else "" if _SCOPES in node.metadata_props else _UNKNOWN
+    return noted[-1] if noted else "" if SCOPES in node.metadata_props else _UNKNOWN
 
 
 def _split(graph: ir.Graph, value: ir.Value, names: Names, registry: _Registry) -> int:
@@ -246,15 +253,15 @@ def _split(graph: ir.Graph, value: ir.Value, names: Names, registry: _Registry) 
     else:
         kept = [place for place in places if place == own or _is_apart(value, own, place, places, registry)]
         places = {place: places[place] for place in kept}
-    kind = value.metadata_props.get(_KIND)
+    kind = value.metadata_props.get(KIND)
     for (scope, part), found in places.items():
         if (scope, part) == own:
             continue
         tensor = _initializer(graph, names.value(f"{scope}.{part}" if scope else part), value)
         if kind is not None and part in _STATISTICS:
-            tensor.metadata_props[_KIND] = "BUFFER"
+            tensor.metadata_props[KIND] = "BUFFER"
         elif kind == "PARAMETER":  # of a buffer's ones that a scale reads, nothing says that they are a parameter
-            tensor.metadata_props[_KIND] = kind
+            tensor.metadata_props[KIND] = kind
         _replace(found, tensor)
     return len(places) - 1
 
@@ -285,7 +292,7 @@ def _is_apart(value: ir.Value, own: Place, place: Place, places: dict[Place, lis
     if other in _STATISTICS:
         return True
     if part == other and are_siblings((module, scope)):
-        return numbers(module) < numbers(scope) and value.metadata_props.get(_KIND) != "BUFFER"
+        return numbers(module) < numbers(scope) and value.metadata_props.get(KIND) != "BUFFER"
     if not _is_uniform(value.const_value):
         return False
     if module == scope or registry.reads[scope] - registry.reads[module]:

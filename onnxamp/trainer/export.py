@@ -113,8 +113,9 @@ def framework_names(run: Run, trained: Trained) -> state_dict.Names:
             f"both: export the ONNX model with -o. {ONCE}, and train that."
         )
     raise DataError(
-        f"{few(lacking, 3)} of {run.folder} trained and equalled no tensor of {names.original}: export the ONNX model with -o, or "
-        f"train with {' '.join(f'--frozen {shlex.quote(name)}' for name in lacking)}."
+        f"{few(lacking, 3)} of {run.folder} trained and equalled no tensor of {names.original}: export the ONNX model with -o. To "
+        "train them for it, export the model with optimize=False (or do_constant_folding=False, with dynamo=False), so that nothing is "
+        f"joined or folded; or train with {' '.join(f'--frozen {shlex.quote(name)}' for name in lacking)}."
     )
 
 

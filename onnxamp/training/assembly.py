@@ -23,7 +23,7 @@ from onnxamp.training.arguments import Arguments, name_patterns, positive
 from onnxamp.training.bundle import Bundle, content_digest
 from onnxamp.training.forward import Forward, prepare
 from onnxamp.training.gradients import GradGraph, Task, eval_graph, grad_graph
-from onnxamp.training.groups import Group, group_of, make_groups
+from onnxamp.training.groups import DEFAULT, Group, group_of, make_groups
 from onnxamp.training.layout import Layout, Parameter, make_layout
 from onnxamp.training.lora import PREFIX as ADAPTED
 from onnxamp.training.lora import Lora, inject
@@ -230,6 +230,9 @@ def _choose(forward: Forward, found: Parameters, arguments: Arguments) -> tuple[
                 close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
                 hint = f"did you mean {', '.join(close)}" if close else "`onnxamp check MODEL` lists their names"
                 raise UsageError(f"No parameter matches {kind} {pattern!r}: {hint}.")
+    for group in arguments.groups:
+        if group is not DEFAULT and not any(group.holds(name) for name in names):
+            raise UsageError(f"No parameter is in the group {group.title!r}: `onnxamp check MODEL` lists their names.")
     default = {parameter.name for parameter in found.trainable}
     wanted, frozen = set(), {}
     for parameter in possible:

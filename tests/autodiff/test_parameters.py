@@ -211,6 +211,14 @@ def test_kept_bytes_counts_what_the_backward_half_reads():
     assert kept_bytes(prepare(proto), ["y"], {}) == ((4 + 8) * 4, {"N": 1})
 
 
+def test_a_free_size_is_that_of_its_place_in_the_inputs():
+    """Not of the value that is looked at first: with the time first, as recurrent layers have it, it would count as a batch."""
+    text = """g (float[N, time, 4] x) => (float[time, N, 4] y)
+        { t = Transpose<perm = [1, 0, 2]>(x) a = MatMul(t, w) y = Tanh(a) }"""
+    model = prepare(with_weights(parse(text), w=(4, 4)))
+    assert kept_bytes(model, ["y"], {}) == (2 * 64 * 4 * 4, {"N": 1, "time": 64})
+
+
 def test_integers_fold_and_floats_stay():
     text = """g (float[2, 12] x) => (float y)
         { two = Constant<value_int=2>() three = Constant<value_int=3>() m = Mod(two, three)

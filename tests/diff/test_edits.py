@@ -18,7 +18,7 @@ from onnxamp.comparison import GraphDiff
 MODELS = pathlib.Path(__file__).parents[2] / "models"
 LIGHT = pathlib.Path(onnx.__file__).parent / "backend/test/data/light"
 SOURCES = {
-    **{path.stem: path for path in sorted(MODELS.glob("*.onnx"))},
+    **{path.stem: path for path in sorted({*MODELS.glob("*.onnx")} - {*MODELS.glob("*.*.onnx")})},
     **{name: LIGHT / f"{name}.onnx" for name in ("light_resnet50", "light_squeezenet")},
 }
 LISTS = ("retyped", "casts", "constants", "nodes", "renamed", "moved", "edited", "model")

@@ -59,6 +59,7 @@ def model(export):
         ({"schedule": {"name": "constant", "factor": float("nan")}}, UsageError, "factor of Constant is nan"),
         ({"clip_norm": float("inf")}, UsageError, "clip_norm is inf"),
         ({"groups": [Group("a"), Group("a")]}, UsageError, "taken twice"),
+        ({"groups": [Group("nothing*", weight_decay=0.0)]}, UsageError, "No parameter is in the group .nothing"),
         ({"seed": 2**64}, UsageError, "64 bits"),
     ],
 )
